@@ -1,6 +1,8 @@
-"""`make gpu-agreement`: docs/contributing/gpu-agreement.md, how far the CPU predicted the first real GPU.
+"""`make gpu-agreement`: docs/contributing/gpu-agreement.md, how far the CPU predicted the first
+real GPU.
 
-Everything is computed from the runs in results/gpu; only the reasons of explained.yaml were written by a person.
+Everything is computed from the runs in results/gpu; only the reasons of explained.yaml were written
+by a person.
 """
 
 from __future__ import annotations
@@ -59,8 +61,12 @@ def explanations() -> dict[tuple[str, str, str], str]:
     return {(each["run"], each["cell"], each["variant"]): each["why"] for each in listed}
 
 
-def disagreements(runs: dict[str, list[Agreement]]) -> Iterator[tuple[str, VariantResult, VariantResult]]:
-    yield from ((run, *pair) for run, cases in runs.items() for each in cases for pair in each.disagreements)
+def disagreements(
+    runs: dict[str, list[Agreement]],
+) -> Iterator[tuple[str, VariantResult, VariantResult]]:
+    yield from (
+        (run, *pair) for run, cases in runs.items() for each in cases for pair in each.disagreements
+    )
 
 
 def table(head: list[str], rows: Iterable[list[Any]]) -> Iterator[str]:
@@ -73,26 +79,57 @@ def page() -> str:
     runs, why = compared(), explanations()
     every = [each for cases in runs.values() for each in cases]
     row = every[0].pairs[0][1]
-    paired = {(run, other.key, other.variant) for run, cases in runs.items() for c in cases for _, other in c.pairs}
+    paired = {
+        (run, other.key, other.variant)
+        for run, cases in runs.items()
+        for c in cases
+        for _, other in c.pairs
+    }
     alone = [
-        each for run in runs for each in load_folder(FOLDER / run).rows
+        each
+        for run in runs
+        for each in load_folder(FOLDER / run).rows
         if each.measured and each.hardware != "cpu" and (run, each.key, each.variant) not in paired
-    ]  # fmt: skip
-    counts = Counter(each.verdict or ("REPRODUCED" if "reproduced" in each.kinds else "-") for each in alone)
+    ]
+    counts = Counter(
+        each.verdict or ("REPRODUCED" if "reproduced" in each.kinds else "-") for each in alone
+    )
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items()))
-    about = {**row.versions, "gpu": row.machine["GPUs"], "driver": row.machine["driver"], "total": share(every)}
+    about = {
+        **row.versions,
+        "gpu": row.machine["GPUs"],
+        "driver": row.machine["driver"],
+        "total": share(every),
+    }
     head = HEAD.format(**about, alone=len(alone), verdicts=verdicts)
     lines = [head.rstrip()]
-    lines += table(["backend", "runs", "variants that agree, with a 95 % interval"], (
-        [name, ", ".join(f"`{run}`" for run in listed), share(c for run in listed for c in runs[run])]
-        for name, listed in BACKENDS.items()
-    ))  # fmt: skip
+    lines += table(
+        ["backend", "runs", "variants that agree, with a 95 % interval"],
+        (
+            [
+                name,
+                ", ".join(f"`{run}`" for run in listed),
+                share(c for run in listed for c in runs[run]),
+            ]
+            for name, listed in BACKENDS.items()
+        ),
+    )
     lines += ["", "## Cells", "", "Variants that agree, of those that both sides measured:"]
     rows = []
     for case in sorted({each.case for each in every}):
-        of = {name: [c for run in listed for c in runs[run] if c.case == case] for name, listed in BACKENDS.items()}
-        cells = {gpu.key.partition("/")[2] for each in every if each.case == case for _, gpu in each.pairs}
-        counts_of = ("{} of {}".format(*of[name][0].counts) if of[name] else "" for name in BACKENDS)
+        of = {
+            name: [c for run in listed for c in runs[run] if c.case == case]
+            for name, listed in BACKENDS.items()
+        }
+        cells = {
+            gpu.key.partition("/")[2]
+            for each in every
+            if each.case == case
+            for _, gpu in each.pairs
+        }
+        counts_of = (
+            "{} of {}".format(*of[name][0].counts) if of[name] else "" for name in BACKENDS
+        )
         rows.append([case, ", ".join(sorted(cells)), *counts_of])
     lines += table(["case", "cells", *BACKENDS], rows)
     lines += ["", "## What differs"]
@@ -110,7 +147,10 @@ def page() -> str:
     for each in every:
         for check, sides in each.tolerance_used.items():
             used.setdefault(check, []).append(sides)
-    lines += table(["check", "CPU", "GPU"], ([check, *map(max, zip(*both))] for check, both in sorted(used.items())))
+    lines += table(
+        ["check", "CPU", "GPU"],
+        ([check, *map(max, zip(*both))] for check, both in sorted(used.items())),
+    )
     return "\n".join([*lines, ""])
 
 

@@ -1,8 +1,10 @@
-"""Run the whole catalogue with both launchers: do both give the same outcomes, and what does each cost?
+"""Run the whole catalogue with both launchers: do both give the same outcomes, and what does each
+cost?
 
-``python -m bench.catalogue --rounds 3``. A round is one run of `repro matrix launcher=torchrun` and one of
-`launcher=forkserver`, each with its own results folder; an interrupted round is resumed. With torchrun the catalogue
-takes half an hour and more on two cores.
+``python -m bench.catalogue --rounds 3``. A round is one run of `repro matrix launcher=torchrun` and
+one of
+`launcher=forkserver`, each with its own results folder; an interrupted round is resumed. With
+torchrun the catalogue takes half an hour and more on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Json = dict[str, Any]
 
 
 def command(*words: str, env: dict[str, str] | None = None) -> tuple[Json, Json]:
-    """Run ``repro WORDS --json``. Return its answer, and its wall and CPU seconds with all that it started."""
+    """Run ``repro WORDS --json``. Return its answer, and its wall and CPU seconds with all that it
+    started."""
     began = time.monotonic()
     line = [sys.executable, "-m", "repro_matrix", *words, "--json"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=sys.stderr, env=env) as process:
@@ -39,14 +42,17 @@ def command(*words: str, env: dict[str, str] | None = None) -> tuple[Json, Json]
 
 
 def run(launcher: str, folder: Path, overrides: list[str]) -> Json:
-    answer, cost = command("matrix", f"launcher={launcher}", f"results={folder}", *overrides, "--resume")
+    answer, cost = command(
+        "matrix", f"launcher={launcher}", f"results={folder}", *overrides, "--resume"
+    )
     summary = answer["summary"]
     counts = {key: summary[key] for key in ("attempts", "reused")}
     return {"launcher": launcher, **counts, **cost, "attempts_cpu_s": summary["cpu_s"]}
 
 
 def outcomes(folder: Path) -> dict[tuple[str, str], list[str]]:
-    """Return what each attempt showed, by cell and variant: the outcome and the recognised signatures."""
+    """Return what each attempt showed, by cell and variant: the outcome and the recognised
+    signatures."""
     store = Store(folder)
     result = {
         (document["cell_id"], name): sorted(map(label, variant["attempts"]))
@@ -59,7 +65,8 @@ def outcomes(folder: Path) -> dict[tuple[str, str], list[str]]:
 
 
 def label(attempt: Json) -> str:
-    """Return the outcome and what was recognised. Messages are left out: they may contain addresses and times."""
+    """Return the outcome and what was recognised. Messages are left out: they may contain addresses
+    and times."""
     outcome = attempt["outcome"]
     known = sorted(f"{each['case']}:{each['signature']}" for each in outcome["recognized"])
     error = outcome["primary"] if outcome["outcome"] == "other_failure" else None
@@ -82,10 +89,14 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     rounds: list[Json] = []
     for number in range(1, arguments.rounds + 1):
-        folders = {name: arguments.folder / f"{name}-{number}" for name in ("torchrun", "forkserver")}
+        folders = {
+            name: arguments.folder / f"{name}-{number}" for name in ("torchrun", "forkserver")
+        }
         runs = [run(name, folder, arguments.overrides) for name, folder in folders.items()]
         differ = list(differences(*folders.values()))
-        rounds.append({"runs": runs, "variants": len(outcomes(folders["forkserver"])), "differ": differ})
+        rounds.append(
+            {"runs": runs, "variants": len(outcomes(folders["forkserver"])), "differ": differ}
+        )
         write(arguments.out, overrides=arguments.overrides, rounds=rounds)
         print(json.dumps(rounds[-1], indent=1), flush=True)
     if any(each["differ"] for each in rounds):

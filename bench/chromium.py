@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by the DevTools protocol over a pipe: open a page, evaluate JavaScript, take pictures."""
+"""A headless Chromium, driven by the DevTools protocol over a pipe: open a page, evaluate
+JavaScript, take pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATH = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
+OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
 
 EXEC = """import fcntl, os, sys
 requests, answers = (fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3])
@@ -26,9 +33,17 @@ class Chromium:
 
     def __init__(self, profile: Path) -> None:
         (requests, self._write), (self._read, answers) = os.pipe(), os.pipe()
-        arguments = [str(PATH), *OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
+        arguments = [
+            str(PATH),
+            *OPTIONS,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         command = [sys.executable, "-c", EXEC, str(requests), str(answers), *arguments]
-        self._process = subprocess.Popen(command, pass_fds=(requests, answers), stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=(requests, answers), stderr=subprocess.DEVNULL
+        )
         os.close(requests)
         os.close(answers)
         self._buffer, self._number = b"", 0
@@ -68,16 +83,26 @@ class Chromium:
         result: dict[str, Any] = message["result"]
         return result
 
-    def open(self, address: str, width: int = 1000, height: int = 900, media: str = "", dark: bool = False) -> None:
+    def open(
+        self,
+        address: str,
+        width: int = 1000,
+        height: int = 900,
+        media: str = "",
+        dark: bool = False,
+    ) -> None:
         """Open an address in a window of this size, in CSS pixels, and wait until it has loaded."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media=media, features=[scheme])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.send("Emulation.setDeviceMetricsOverride", **size)
-        self.send("Page.navigate", url="about:blank")  # an address that differs in its anchor only loads nothing
+        self.send(
+            "Page.navigate", url="about:blank"
+        )  # an address that differs in its anchor only loads nothing
         self.send("Page.navigate", url=address)
         self.evaluate(
-            "new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))"
+            "new Promise(done => document.readyState == 'complete' ? done() :"
+            " addEventListener('load', done))"
         )
 
     def evaluate(self, expression: str) -> Any:

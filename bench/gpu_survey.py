@@ -1,11 +1,14 @@
-"""Record how one GPU behaves when things go wrong: ``make gpu-survey``, or ``python bench/gpu_survey.py`` of any stack.
+"""Record how one GPU behaves when things go wrong: ``make gpu-survey``, or ``python
+bench/gpu_survey.py`` of any stack.
 
-Each probe runs in processes of its own, with a time limit of its own; everything takes at most four minutes on an H100.
-The result is one JSON file, written after every probe: name -> {status, seconds, facts, ranks}. ``ranks`` have the
-form of the harness's observations (harness/repro_matrix/records/attempt.py), so that a record of a real card can be
-put through the grader. Without a GPU, probes that have a stand-in run on the CPU and the others are skipped.
+Each probe runs in processes of its own, with a time limit of its own; everything takes at most four
+minutes on an H100. The result is one JSON file, written after every probe: name -> {status,
+seconds, facts, ranks}. ``ranks`` have the form of the harness's observations
+(harness/repro_matrix/records/attempt.py), so that a record of a real card can be put through the
+grader. Without a GPU, probes that have a stand-in run on the CPU and the others are skipped.
 
-Standard library and torch only. The probes' own code is project code to the grader, as a case's script is.
+Standard library and torch only. The probes' own code is project code to the grader, as a case's
+script is.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ Json = dict[str, Any]
 LIMIT_S = 240.0  # of everything
 PARALLEL = 6  # probes at a time; each process needs about 0.6 GiB of the card for its context
 START_S = 60.0  # until a probe's ranks have begun; their own limit counts from there
-GRACE_S = 2.0  # a failed rank waits so long before it ends, as in the harness: NCCL's watchdog may be faster
+# a failed rank waits so long before it ends, as in the harness: NCCL's watchdog may be faster
+GRACE_S = 2.0
 TAIL_LINES, TAIL_BYTES, MAX_TEXT = 60, 8192, 4000
 INSTALLED = re.compile(r"""[^\s"'(]*/(?:site|dist)-packages/""")
 LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
@@ -53,7 +57,8 @@ NO_GPU = "no GPU"
 
 
 class Rank:
-    """What a probe's process knows and leaves. The record is written at every phase: an abort leaves the last one."""
+    """What a probe's process knows and leaves. The record is written at every phase: an abort
+    leaves the last one."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self.folder, self.cuda = folder, device == "cuda"
@@ -61,11 +66,24 @@ class Rank:
         self.device = "cuda:0" if self.cuda else "cpu"
         self.facts: Json = {}
         self.record: Json = {
-            "schema": 2, "rank": self.rank, "world_size": self.world_size, "pid": os.getpid(),
-            "started": time.time(), "ended": None, "phase": "start", "done": False, "done_at": None,
-            "exception": None, "checks": [], "metrics": {}, "facts": self.facts, "warnings": [], "logs": [],
-            "versions": {"python": platform.python_version()}, "packages": {},
-        }  # fmt: skip
+            "schema": 2,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "pid": os.getpid(),
+            "started": time.time(),
+            "ended": None,
+            "phase": "start",
+            "done": False,
+            "done_at": None,
+            "exception": None,
+            "checks": [],
+            "metrics": {},
+            "facts": self.facts,
+            "warnings": [],
+            "logs": [],
+            "versions": {"python": platform.python_version()},
+            "packages": {},
+        }
 
     def phase(self, name: str) -> None:
         self.record["phase"] = name
@@ -85,7 +103,10 @@ class Rank:
             torch.cuda.set_device(0)
         started = time.monotonic()
         dist.init_process_group(
-            backend, init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.world_size
+            backend,
+            init_method=f"file://{self.folder}/store",
+            rank=self.rank,
+            world_size=self.world_size,
         )
         self.facts["init_s"] = round(time.monotonic() - started, 3)
         self.phase("body")
@@ -93,7 +114,9 @@ class Rank:
 
 def portable(text: str) -> str:
     """Return a text without the paths of this machine."""
-    text = INSTALLED.sub("/site-packages/", text).replace(__file__, f"/repros/{Path(__file__).name}")
+    text = INSTALLED.sub("/site-packages/", text).replace(
+        __file__, f"/repros/{Path(__file__).name}"
+    )
     return text.replace(LIBRARY, f"/lib/python{sys.version_info[0]}.{sys.version_info[1]}/")
 
 
@@ -104,17 +127,24 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def describe_exception(error: BaseException, depth: int = 0) -> Json:
-    """Return type, message, frames and causes as repro_kit.record does, without paths of this machine."""
+    """Return type, message, frames and causes as repro_kit.record does, without paths of this
+    machine."""
     kind, code = type(error), getattr(error, "error_code", None)
     tb, frames = error.__traceback__, []
     lines = traceback.extract_tb(tb)
     for line in lines:
         assert tb is not None
         name = str(tb.tb_frame.f_globals.get("__name__", ""))
-        frames.append({
-            "file": portable(line.filename), "line": line.lineno, "function": line.name, "module": name,
-            "code_location": "repros.gpu_survey" if line.filename == __file__ else name, "code": line.line or "",
-        })  # fmt: skip
+        frames.append(
+            {
+                "file": portable(line.filename),
+                "line": line.lineno,
+                "function": line.name,
+                "module": name,
+                "code_location": "repros.gpu_survey" if line.filename == __file__ else name,
+                "code": line.line or "",
+            }
+        )
         tb = tb.tb_next
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return {
@@ -162,10 +192,18 @@ def machine_facts(rank: Rank) -> None:
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     memory = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()[:3]
     rank.facts.update(
-        gpus=torch.cuda.device_count(), cuda=torch.version.cuda, cores=len(os.sched_getaffinity(0)), memory=memory,
-        shm_mb=shm and shm.f_frsize * shm.f_blocks >> 20, nccl_conf=Path("/etc/nccl.conf").exists(),
-        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "CUDA_", "NVIDIA_"))},
-    )  # fmt: skip
+        gpus=torch.cuda.device_count(),
+        cuda=torch.version.cuda,
+        cores=len(os.sched_getaffinity(0)),
+        memory=memory,
+        shm_mb=shm and shm.f_frsize * shm.f_blocks >> 20,
+        nccl_conf=Path("/etc/nccl.conf").exists(),
+        environment={
+            k: v
+            for k, v in sorted(os.environ.items())
+            if k.startswith(("NCCL_", "CUDA_", "NVIDIA_"))
+        },
+    )
     try:
         answer = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=20)
         rank.facts["nvidia_smi"] = answer.stdout[:20000]
@@ -173,8 +211,12 @@ def machine_facts(rank: Rank) -> None:
         rank.facts["nvidia_smi"] = repr(error)
     if rank.cuda and rank.facts["gpus"]:
         names = [torch.cuda.get_device_name(index) for index in range(rank.facts["gpus"])]
-        rank.facts.update(names=names, arch_list=torch.cuda.get_arch_list(), nccl=torch.cuda.nccl.version())
-        rank.facts.update(capability=torch.cuda.get_device_capability(), free_total=torch.cuda.mem_get_info())
+        rank.facts.update(
+            names=names, arch_list=torch.cuda.get_arch_list(), nccl=torch.cuda.nccl.version()
+        )
+        rank.facts.update(
+            capability=torch.cuda.get_device_capability(), free_total=torch.cuda.mem_get_info()
+        )
 
 
 def read_back(value: Any, reader: str) -> None:
@@ -242,13 +284,17 @@ def sticky(rank: Rank) -> None:
     except Exception as error:
         rank.facts["first"] = describe_exception(error)
     rank.phase("after the error")
-    torch.ones(16, 16, device=rank.device).matmul(torch.ones(16, 16, device=rank.device)).sum().item()
+    torch.ones(16, 16, device=rank.device).matmul(
+        torch.ones(16, 16, device=rank.device)
+    ).sum().item()
 
 
 def fork(rank: Rank) -> None:
     """Import a stack's packages, fork, and compute in the child."""
     imported = {}
-    for name in ("torch", "transformers", "accelerate", "peft", "deepspeed") if rank.cuda else ("torch",):
+    for name in (
+        ("torch", "transformers", "accelerate", "peft", "deepspeed") if rank.cuda else ("torch",)
+    ):
         try:
             imported[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
         except Exception as error:
@@ -258,9 +304,11 @@ def fork(rank: Rank) -> None:
     def state() -> Json:
         links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
         return {
-            "threads": len(os.listdir("/proc/self/task")), "initialized": torch.cuda.is_initialized(),
-            "bad_fork": torch.cuda._is_in_bad_fork(), "devices": [link for link in links if "nvidia" in link],
-        }  # fmt: skip
+            "threads": len(os.listdir("/proc/self/task")),
+            "initialized": torch.cuda.is_initialized(),
+            "bad_fork": torch.cuda._is_in_bad_fork(),
+            "devices": [link for link in links if "nvidia" in link],
+        }
 
     for asked_first in (False, True):  # is_available() is the usual way to poison a fork
         available = torch.cuda.is_available() if asked_first else None
@@ -282,7 +330,8 @@ def fork(rank: Rank) -> None:
 
 
 def wait(rank: Rank, kind: str) -> None:
-    """Wait in one way while a thread counts its turns: does the wait hold the GIL, and does it use the CPU?
+    """Wait in one way while a thread counts its turns: does the wait hold the GIL, and does it use
+    the CPU?
 
     ``sleep`` and ``held`` are the controls: a wait that releases the GIL, and one that holds it.
     """
@@ -319,7 +368,9 @@ def wait(rank: Rank, kind: str) -> None:
         before, cpu, started = turns[0], time.process_time(), time.monotonic()
         waits[kind]()
         seconds = time.monotonic() - started
-        rank.facts.update(seconds=round(seconds, 3), turns_per_s=round((turns[0] - before) / seconds, 1))
+        rank.facts.update(
+            seconds=round(seconds, 3), turns_per_s=round((turns[0] - before) / seconds, 1)
+        )
         rank.facts["cpu_share"] = round((time.process_time() - cpu) / seconds, 3)
         stop.set()
         faulthandler.cancel_dump_traceback_later()
@@ -367,7 +418,8 @@ def collective(rank: Rank, backend: str, name: str) -> None:
 
 
 def training(rank: Rank, backend: str, name: str) -> None:
-    """Train a small model for two steps under one strategy, and compare its loss with one process's."""
+    """Train a small model for two steps under one strategy, and compare its loss with one
+    process's."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -383,15 +435,23 @@ def training(rank: Rank, backend: str, name: str) -> None:
     elif name == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        wrapped = FullyShardedDataParallel(model, device_id=torch.device(rank.device), use_orig_params=True)
+        wrapped = FullyShardedDataParallel(
+            model, device_id=torch.device(rank.device), use_orig_params=True
+        )
     else:
-        mesh = torch.distributed.device_mesh.init_device_mesh(rank.device[:4].rstrip(":"), (rank.world_size,))
+        mesh = torch.distributed.device_mesh.init_device_mesh(
+            rank.device[:4].rstrip(":"), (rank.world_size,)
+        )
         if name == "fully_shard":
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(model, mesh=mesh)
         else:
-            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+            from torch.distributed.tensor.parallel import (
+                ColwiseParallel,
+                RowwiseParallel,
+                parallelize_module,
+            )
 
             parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer, losses = torch.optim.SGD(wrapped.parameters(), 0.1), []
@@ -413,7 +473,10 @@ def mismatched(rank: Rank, backend: str) -> None:
     import torch.distributed as dist
 
     collective(rank, backend, "all_reduce")
-    gathered, mine = torch.zeros(2048, device=rank.device), torch.full((1024,), rank.rank + 1.0, device=rank.device)
+    gathered, mine = (
+        torch.zeros(2048, device=rank.device),
+        torch.full((1024,), rank.rank + 1.0, device=rank.device),
+    )
     for call in ("first", "second"):
         rank.phase(f"{call} mismatched call")
         if rank.rank == 0:
@@ -440,7 +503,8 @@ def peer_exits(rank: Rank, backend: str, how: str) -> None:
 
 
 def error_with_pending_work(rank: Rank, backend: str) -> None:
-    """Rank 0 has a collective outstanding when its kernel fails: the exception or the watchdog's abort?."""
+    """Rank 0 has a collective outstanding when its kernel fails: the exception or the watchdog's
+    abort?."""
     import torch
     import torch.distributed as dist
 
@@ -457,7 +521,8 @@ def error_with_pending_work(rank: Rank, backend: str) -> None:
 
 
 def recorder_pipe(rank: Rank, backend: str) -> None:
-    """Rank 0 holds the GIL in torch.save behind a collective that never ends; rank 1 asks its pipe for a dump."""
+    """Rank 0 holds the GIL in torch.save behind a collective that never ends; rank 1 asks its pipe
+    for a dump."""
     import torch
     import torch.distributed as dist
 
@@ -501,30 +566,56 @@ class Probe:
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 # Two ranks on one card: NCCL refuses peers with the same host and the same device.
 TWO_HOSTS = {
-    "NCCL_HOSTID": "survey-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket",
+    "NCCL_HOSTID": "survey-{rank}",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
-}  # fmt: skip
+}
 # What ranks of the harness get, by the names that this torch knows.
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
 OURS = nccl_environment(RELEASE, LIMIT_S, Path("{folder}"))
-PIPE = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "{folder}/pipe", "TORCH_FR_DUMP_PIPE_FILE": "{folder}/pipe"}
+PIPE = {
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "{folder}/pipe",
+    "TORCH_FR_DUMP_PIPE_FILE": "{folder}/pipe",
+}
 NO_RETHROW = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 COLLECTIVES = (
-    "broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+    "broadcast",
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
     "barrier",
-)  # fmt: skip
+)
 STRATEGIES = ("ddp", "fsdp1", "fully_shard", "tp")
 
 
 def _errors() -> list[Probe]:
     bodies: list[tuple[str, Callable[..., None], tuple[Any, ...], bool]] = [
-        *((f"bad_index.{how}", bad_index, (how,), how == "item") for how in ("item", "cpu", "tolist")),
-        *((f"freed_view.{how}", freed_view, (how,), how == "item") for how in ("item", "cpu", "tolist")),
-        ("too_large", too_large, (), True), ("no_such_device", no_such_device, (), True),
-        ("sticky", sticky, (), False), ("full_card", full_card, (), False),
-    ]  # fmt: skip
+        *(
+            (f"bad_index.{how}", bad_index, (how,), how == "item")
+            for how in ("item", "cpu", "tolist")
+        ),
+        *(
+            (f"freed_view.{how}", freed_view, (how,), how == "item")
+            for how in ("item", "cpu", "tolist")
+        ),
+        ("too_large", too_large, (), True),
+        ("no_such_device", no_such_device, (), True),
+        ("sticky", sticky, (), False),
+        ("full_card", full_card, (), False),
+    ]
     return [
-        Probe(f"error.{name}{suffix}", body, args, env=env, cpu=cpu and not env, alone=name == "full_card")
+        Probe(
+            f"error.{name}{suffix}",
+            body,
+            args,
+            env=env,
+            cpu=cpu and not env,
+            alone=name == "full_card",
+        )
         for name, body, args, cpu in bodies
         for suffix, env in (("", {}), (".blocking", BLOCKING))
     ]
@@ -533,21 +624,41 @@ def _errors() -> list[Probe]:
 def _groups() -> list[Probe]:
     two, ours = {**OURS, **TWO_HOSTS}, OURS
     probes = [
-        *(Probe(f"gloo.{each}", collective, ("gloo", each), 2, 40, cpu=True) for each in COLLECTIVES),
+        *(
+            Probe(f"gloo.{each}", collective, ("gloo", each), 2, 40, cpu=True)
+            for each in COLLECTIVES
+        ),
         *(Probe(f"gloo.{each}", training, ("gloo", each), 2, 40, cpu=True) for each in STRATEGIES),
         Probe("nccl.one_rank", collective, ("nccl", "all_reduce"), 1, 40, ours),
         Probe("nccl.same_card", collective, ("nccl", "all_reduce"), 2, 30, ours),
-        *(Probe(f"nccl.two_hosts.{each}", collective, ("nccl", each), 2, 40, two) for each in COLLECTIVES),
-        *(Probe(f"nccl.two_hosts.{each}", training, ("nccl", each), 2, 40, two) for each in STRATEGIES),
+        *(
+            Probe(f"nccl.two_hosts.{each}", collective, ("nccl", each), 2, 40, two)
+            for each in COLLECTIVES
+        ),
+        *(
+            Probe(f"nccl.two_hosts.{each}", training, ("nccl", each), 2, 40, two)
+            for each in STRATEGIES
+        ),
         Probe("nccl.pending_error", error_with_pending_work, ("nccl",), 2, 30, two),
-        Probe("nccl.pending_error.no_rethrow", error_with_pending_work, ("nccl",), 2, 30, {**two, **NO_RETHROW}),
+        Probe(
+            "nccl.pending_error.no_rethrow",
+            error_with_pending_work,
+            ("nccl",),
+            2,
+            30,
+            {**two, **NO_RETHROW},
+        ),
         Probe("nccl.pipe", recorder_pipe, ("nccl",), 2, 25, {**two, **PIPE}),
     ]
     for backend, env in (("gloo", {}), ("nccl", two)):
         for how in ("exits", "raises"):
             cpu = backend == "gloo"
-            probes.append(Probe(f"{backend}.peer_{how}", peer_exits, (backend, how), 2, 20, env, cpu))
-    return probes + [Probe(f"nccl.mismatched.{n}", mismatched, ("nccl",), 2, 20, two) for n in range(10)]
+            probes.append(
+                Probe(f"{backend}.peer_{how}", peer_exits, (backend, how), 2, 20, env, cpu)
+            )
+    return probes + [
+        Probe(f"nccl.mismatched.{n}", mismatched, ("nccl",), 2, 20, two) for n in range(10)
+    ]
 
 
 PROBES: list[Probe] = [
@@ -568,20 +679,43 @@ PROBES: list[Probe] = [
 def run_probe(probe: Probe, device: str, limit_s: float) -> Json:
     """Run a probe's ranks to their end or to the limit; return its entry."""
     started, ranks = time.monotonic(), []
-    # One card: on a node of eight, cuda:7 must not exist, and each rank of a pair must be on the same card.
+    # One card: on a node of eight, cuda:7 must not exist, and each rank of a pair must be on the
+    # same card.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if device == "cuda" else ""
     with tempfile.TemporaryDirectory(prefix="gpu-survey-") as name:
         folder, processes = Path(name), []
         for rank in range(probe.ranks):
-            given = {key: value.format(rank=rank, folder=folder) for key, value in probe.env.items()}
-            given |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(probe.ranks), "OMP_NUM_THREADS": "1"}
+            given = {
+                key: value.format(rank=rank, folder=folder) for key, value in probe.env.items()
+            }
+            given |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(probe.ranks),
+                "OMP_NUM_THREADS": "1",
+            }
             given |= {"GLOO_SOCKET_IFNAME": "lo"}
             given |= {} if probe.body is machine_facts else {"CUDA_VISIBLE_DEVICES": visible}
-            command = [sys.executable, __file__, "--rank", probe.name, "--folder", name, "--device", device]
+            command = [
+                sys.executable,
+                __file__,
+                "--rank",
+                probe.name,
+                "--folder",
+                name,
+                "--device",
+                device,
+            ]
             with open(folder / f"rank-{rank}.log", "wb") as log:
-                processes.append(subprocess.Popen(
-                    command, env={**os.environ, **given}, stdout=log, stderr=log, start_new_session=True
-                ))  # fmt: skip
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**os.environ, **given},
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
 
         def wait_until(limit_s: float, done: Callable[[int], Any]) -> None:
             end = time.monotonic() + limit_s
@@ -603,11 +737,20 @@ def run_probe(probe: Probe, device: str, limit_s: float) -> Json:
         for rank, process in enumerate(processes):
             ranks.append(_rank(folder, rank, process.wait(), rank in late))
     facts = [(each["record"] or {}).get("facts", {}) for each in ranks]
-    status = "timeout" if late else "passed" if all(each["exit_code"] == 0 for each in ranks) else "failed"
+    status = (
+        "timeout"
+        if late
+        else "passed"
+        if all(each["exit_code"] == 0 for each in ranks)
+        else "failed"
+    )
     return {
-        "status": status, "seconds": round(time.monotonic() - started, 2), "limit_s": round(limit_s, 1),
-        "facts": {**facts[0], **({"rank 1": facts[1]} if len(facts) > 1 else {})}, "ranks": ranks,
-    }  # fmt: skip
+        "status": status,
+        "seconds": round(time.monotonic() - started, 2),
+        "limit_s": round(limit_s, 1),
+        "facts": {**facts[0], **({"rank 1": facts[1]} if len(facts) > 1 else {})},
+        "ranks": ranks,
+    }
 
 
 def _rank(folder: Path, rank: int, code: int, late: bool) -> Json:
@@ -622,10 +765,15 @@ def _rank(folder: Path, rank: int, code: int, late: bool) -> Json:
         record = None
     stack = text(f"stacks-{rank}.txt")
     return {
-        "rank": rank, "pid": None, "exit_code": code if code >= 0 else None,
-        "signal": signal.Signals(-code).name if code < 0 else None, "terminated_by": "timeout" if late else "self",
-        "record": record, "log_tail": text(f"rank-{rank}.log"), "stack": f"# faulthandler\n{stack}" if stack else None,
-    }  # fmt: skip
+        "rank": rank,
+        "pid": None,
+        "exit_code": code if code >= 0 else None,
+        "signal": signal.Signals(-code).name if code < 0 else None,
+        "terminated_by": "timeout" if late else "self",
+        "record": record,
+        "log_tail": text(f"rank-{rank}.log"),
+        "stack": f"# faulthandler\n{stack}" if stack else None,
+    }
 
 
 def survey(out: Path, patterns: Sequence[str], limit_s: float) -> Json:
@@ -646,11 +794,18 @@ def survey(out: Path, patterns: Sequence[str], limit_s: float) -> Json:
             write_json(out, document)
             if entry["status"] != "skipped":
                 errors = (each["record"] and each["record"]["exception"] for each in entry["ranks"])
-                first = next((f": {e['type']}: {e['message'].splitlines()[0][:90]}" for e in errors if e), "")
+                first = next(
+                    (f": {e['type']}: {e['message'].splitlines()[0][:90]}" for e in errors if e), ""
+                )
                 signals = " ".join(each["signal"] for each in entry["ranks"] if each["signal"])
-                print(f"{probe.name}: {entry['status']} {entry['seconds']} s {signals}{first}", flush=True)
+                print(
+                    f"{probe.name}: {entry['status']} {entry['seconds']} s {signals}{first}",
+                    flush=True,
+                )
 
-    selected = [probe for probe in PROBES[1:] if any(fnmatch.fnmatch(probe.name, each) for each in patterns)]
+    selected = [
+        probe for probe in PROBES[1:] if any(fnmatch.fnmatch(probe.name, each) for each in patterns)
+    ]
     run(PROBES[0])
     if not entries["machine"].get("facts", {}).get("gpus"):
         document["device"] = "cpu"
@@ -665,9 +820,13 @@ def survey(out: Path, patterns: Sequence[str], limit_s: float) -> Json:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu-survey.json"))
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="probes by name, such as 'error.*'")
+    parser.add_argument(
+        "--only", action="append", metavar="PATTERN", help="probes by name, such as 'error.*'"
+    )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything")
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # this process is a rank of that probe
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -679,12 +838,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = survey(args.out, args.only or ["*"], args.limit)
     skipped = sum(entry["status"] == "skipped" for entry in document["probes"].values())
     ran = len(document["probes"]) - skipped
-    print(f"{args.out}: {ran} probes on {document['device']}, {skipped} skipped, {document['seconds']} s")
-    probes = {name: entry["status"] for name, entry in document["probes"].items() if name != "machine"}
+    print(
+        f"{args.out}: {ran} probes on {document['device']}, {skipped} skipped,"
+        f" {document['seconds']} s"
+    )
+    probes = {
+        name: entry["status"] for name, entry in document["probes"].items() if name != "machine"
+    }
     # Of an error, the failed probe is the record.
-    shown = [name for name, how in probes.items() if how == "passed" or (how == "failed" and name.startswith("error."))]
+    shown = [
+        name
+        for name, how in probes.items()
+        if how == "passed" or (how == "failed" and name.startswith("error."))
+    ]
     if not shown:
-        print("no probe gave a result: this survey shows nothing. Names: --only 'error.*', 'nccl.*'", file=sys.stderr)
+        print(
+            "no probe gave a result: this survey shows nothing. Names: --only 'error.*', 'nccl.*'",
+            file=sys.stderr,
+        )
     return 0 if shown else 1
 
 

@@ -1,8 +1,8 @@
 """Measure what an attempt costs with torchrun and with the fork server: ``python -m bench.launch``.
 
-CPU seconds are those of all processes of an attempt, and of the controller; a forked attempt also bears its share of
-the server's start. The floor is what the ranks do between init_process_group and their end, which no launcher can save.
-On a machine with other users trust the CPU seconds.
+CPU seconds are those of all processes of an attempt, and of the controller; a forked attempt also
+bears its share of the server's start. The floor is what the ranks do between init_process_group and
+their end, which no launcher can save. On a machine with other users trust the CPU seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +39,20 @@ KINDS = {
     "zero3": ("transformers", "deepspeed"),
 }
 MODEL = {
-    "slug": "bench", "model_type": "qwen2", "scale": "tiny", "weights": "random",
+    "slug": "bench",
+    "model_type": "qwen2",
+    "scale": "tiny",
+    "weights": "random",
     "config": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
     },
-}  # fmt: skip
+}
 DEADLINE_S = 120.0
 
 
@@ -82,7 +90,8 @@ def attempt(stack: Stack, kind: str, ranks: int, folder: Path, name: str) -> Att
 
 
 def measure(launcher: Launcher, launched: Attempt) -> Json:
-    """Return one attempt's figures. Raises SystemExit for one that failed: its time would mean nothing."""
+    """Return one attempt's figures. Raises SystemExit for one that failed: its time would mean
+    nothing."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = launcher.launch(launched, threading.Event())
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -91,7 +100,13 @@ def measure(launcher: Launcher, launched: Attempt) -> Json:
     left = [
         text for text in about["leaked_processes"] if "/dev/shm/deepspeed" not in text
     ]  # it never removes its buffers
-    if result["infra_error"] or unfinished or about["launcher"] != launcher.name or about.get("retried") or left:
+    if (
+        result["infra_error"]
+        or unfinished
+        or about["launcher"] != launcher.name
+        or about.get("retried")
+        or left
+    ):
         print(json.dumps(result, indent=1), file=sys.stderr)
         raise SystemExit(f"{launched.id}: the attempt failed. Its observation is above.")
     floors = [rank["record"]["metrics"] for rank in result["ranks"]]
@@ -103,7 +118,9 @@ def measure(launcher: Launcher, launched: Attempt) -> Json:
     }
 
 
-def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: int, folder: Path) -> Json:
+def compare(
+    stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: int, folder: Path
+) -> Json:
     """Run attempts with both launchers in turn. The server starts inside the first forked one."""
     torchrun, forkserver = TorchrunLauncher(), ForkserverLauncher()
     cold: list[Json] = []
@@ -113,13 +130,18 @@ def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: in
             if index * cold_runs // forked_runs == len(cold) and len(cold) < cold_runs:
                 cold.append(measure(torchrun, attempt(stack, kind, ranks, folder, f"c{index}")))
             forked.append(measure(forkserver, attempt(stack, kind, ranks, folder, f"w{index}")))
-        times = [psutil.Process(server.process.pid).cpu_times() for server in forkserver._servers.values()]
+        times = [
+            psutil.Process(server.process.pid).cpu_times()
+            for server in forkserver._servers.values()
+        ]
         server_cpu = sum(each.user + each.system for each in times)
     finally:
         forkserver.close()
 
     def median(runs: list[Json], prefix: str = "") -> Json:
-        return {key: statistics.median(run[prefix + key] for run in runs) for key in ("wall_s", "cpu_s")}
+        return {
+            key: statistics.median(run[prefix + key] for run in runs) for key in ("wall_s", "cpu_s")
+        }
 
     own, base = median(forked[1:]), median(cold)
     server = {"wall_s": forked[0]["wall_s"] - own["wall_s"], "cpu_s": server_cpu}
@@ -149,7 +171,9 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--warm", type=int, default=40, help="forked attempts, which share the cost of their server")
+    parser.add_argument(
+        "--warm", type=int, default=40, help="forked attempts, which share the cost of their server"
+    )
     parser.add_argument("--cold", type=int, default=5, help="attempts with torchrun")
     parser.add_argument("--stack", default="current")
     parser.add_argument("--out", type=Path, default=HERE / "launch.json")
@@ -158,13 +182,18 @@ def main(words: list[str] | None = None) -> None:
     if any(kind.startswith("zero") for kind in kinds) and (problem := processes.compile_op(stack)):
         raise SystemExit(problem)  # DeepSpeed compiles once, which is no launcher's cost
     rows: list[Json] = []
-    print("wall / CPU s\n| attempt | ranks | torchrun | forked | with the server's share | floor | wall | CPU |")
+    print(
+        "wall / CPU s\n| attempt | ranks | torchrun | forked | with the server's share | floor |"
+        " wall | CPU |"
+    )
     with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
         for kind in kinds:
             for ranks in map(int, arguments.ranks.split(",")):
                 rows.append(compare(stack, kind, ranks, arguments.warm, arguments.cold, Path(name)))
                 print(table_row(rows[-1]), flush=True)
-                write(arguments.out, stack=arguments.stack, versions=dict(stack.versions), rows=rows)
+                write(
+                    arguments.out, stack=arguments.stack, versions=dict(stack.versions), rows=rows
+                )
 
 
 if __name__ == "__main__":

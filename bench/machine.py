@@ -13,8 +13,17 @@ HERE = Path(__file__).resolve().parent
 
 def machine() -> dict[str, Any]:
     """Return the machine's CPU, cores, memory and load."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    info = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    )
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in info.splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model,
@@ -26,7 +35,8 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Round every float of a JSON value to four digits after the point; small ones to four digits."""
+    """Round every float of a JSON value to four digits after the point; small ones to four
+    digits."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -38,4 +48,6 @@ def rounded(value: Any) -> Any:
 
 def write(path: Path, **result: Any) -> None:
     """Write a benchmark's results, with the machine, as JSON."""
-    path.write_text(json.dumps({"machine": machine(), **rounded(result)}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"machine": machine(), **rounded(result)}, indent=1) + "\n", encoding="utf-8"
+    )

@@ -1,8 +1,9 @@
 """Measure the time and memory of `repro match` for 100 MB: ``python -m bench.match``.
 
-*healthy*: steps of eight ranks. *failure words*: the same with words of failures in each line. *one failure*: healthy,
-with a traceback of each rank near the end. *only tracebacks*: the worst log possible. Seconds are CPU time of this
-process; memory is its peak so far.
+*healthy*: steps of eight ranks. *failure words*: the same with words of failures in each line. *one
+failure*: healthy,
+with a traceback of each rank near the end. *only tracebacks*: the worst log possible. Seconds are
+CPU time of this process; memory is its peak so far.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from repro_matrix.external.log_words import Catalogue
 from bench.machine import HERE, write
 
 KINDS = ("healthy", "failure words", "one failure", "only tracebacks")
-STEP = "[2024-05-01 12:00:00,123] [INFO] train.py:120 rank {} step 12345 loss 2.3456 lr 1.0e-5 grad_norm 0.98\n"
-WORDS = "step 12345 loss 2.3456 rank {} error=0.1234 done, nccl ok, 0 failed batches, 2 timeouts, signal to noise 3.2\n"
+STEP = (
+    "[2024-05-01 12:00:00,123] [INFO] train.py:120 rank {} step 12345 loss 2.3456 lr 1.0e-5"
+    " grad_norm 0.98\n"
+)
+WORDS = (
+    "step 12345 loss 2.3456 rank {} error=0.1234 done, nccl ok, 0 failed batches, 2 timeouts,"
+    " signal to noise 3.2\n"
+)
 TRACEBACK = (
-    "[rank{0}]: Traceback (most recent call last):\n"
-    '[rank{0}]:   File "/w/train.py", line 12, in <module>\n'
-    "[rank{0}]:     main()\n"
-    '[rank{0}]:   File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_flat_param.py", line 770, in _check\n'
-    "[rank{0}]:     raise ValueError(\n"
-    "[rank{0}]: ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32\n"
+    '[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File "/w/train.py", line 12, in'
+    " <module>\n[rank{0}]:     main()\n[rank{0}]:   File"
+    ' "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_flat_param.py", line 770, in'
+    " _check\n[rank{0}]:     raise ValueError(\n[rank{0}]: ValueError: Must flatten tensors with"
+    " uniform dtype but got torch.bfloat16 and torch.float32\n"
 )
 
 
@@ -62,9 +68,19 @@ def main(words: list[str] | None = None) -> None:
         names = recognize(scanned, known).names
         cpu_s = time.process_time() - began
         peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        rows.append({"log": kind, "bytes": arguments.bytes, "lines": scanned.lines, "cpu_s": cpu_s, "names": names,
-                     "peak_mb": peak})  # fmt: skip
-        print(f"| {kind} | {scanned.lines} | {cpu_s:.2f} | {', '.join(names) or 'nothing'} | {peak} |")
+        rows.append(
+            {
+                "log": kind,
+                "bytes": arguments.bytes,
+                "lines": scanned.lines,
+                "cpu_s": cpu_s,
+                "names": names,
+                "peak_mb": peak,
+            }
+        )
+        print(
+            f"| {kind} | {scanned.lines} | {cpu_s:.2f} | {', '.join(names) or 'nothing'} | {peak} |"
+        )
     write(arguments.out, prepare_cpu_s=prepare_s, rows=rows)
 
 

@@ -1,9 +1,10 @@
 """Count the false alarms of `repro nightly`: ``python -m bench.nights RESULTS...``.
 
-RESULTS: runs of the same commit and stacks with many attempts, `repro matrix repeat=30`. Their attempts are cut into
-nights of ``--attempts`` attempts of each variant, in the order in which they ran, and each night is finished as
-`repro nightly` does it: graded from its evidence, compared with the nights before it, and stored. Nothing changed
-between them, so that every change is a false alarm. ``--shuffles``: the same nights again in this many random orders.
+RESULTS: runs of the same commit and stacks with many attempts, `repro matrix repeat=30`. Their
+attempts are cut into nights of ``--attempts`` attempts of each variant, in the order in which they
+ran, and each night is finished as `repro nightly` does it: graded from its evidence, compared with
+the nights before it, and stored. Nothing changed between them, so that every change is a false
+alarm. ``--shuffles``: the same nights again in this many random orders.
 """
 
 from __future__ import annotations
@@ -36,22 +37,34 @@ Json = dict[str, Any]
 
 def cut(folder: Path, attempts: int) -> Iterator[Side]:
     """Yield the nights of a run's results, as far as every variant has attempts for them."""
-    cases, documents = catalog.load().cases, [each for each in Store(folder).documents() if _attempts(each)]
+    cases, documents = (
+        catalog.load().cases,
+        [each for each in Store(folder).documents() if _attempts(each)],
+    )
     for night in range(min(map(_attempts, documents)) // attempts):
         part = slice(night * attempts, (night + 1) * attempts)
         cells: list[Any] = [
-            {**each, "variants": {name: {**one, "attempts": one["attempts"][part]}
-                                  for name, one in each["variants"].items()}}
+            {
+                **each,
+                "variants": {
+                    name: {**one, "attempts": one["attempts"][part]}
+                    for name, one in each["variants"].items()
+                },
+            }
             for each in documents
-        ]  # fmt: skip
+        ]
         graded = regrade(cells, cases)
         rows = [from_row(row) for each in graded for row in rows_of(each, cases)]
-        yield Side(f"{folder.name}-{night}", [replace(row, started=row.started + night) for row in rows])
+        yield Side(
+            f"{folder.name}-{night}", [replace(row, started=row.started + night) for row in rows]
+        )
 
 
 def _attempts(document: Document) -> int:
     """Return how many attempts every variant of a document has."""
-    return min(len(each["attempts"]) for each in document["variants"].values() if not each["skipped"])
+    return min(
+        len(each["attempts"]) for each in document["variants"].values() if not each["skipped"]
+    )
 
 
 def replay_nights(nights: Sequence[Side], folder: Path) -> Json:
@@ -61,11 +74,22 @@ def replay_nights(nights: Sequence[Side], folder: Path) -> Json:
         today = datetime.now(timezone.utc).date()
         report = finish(f"{number:04}", [side], [folder / side.name], folder, (), today)
         codes[report.exit_code] += 1
-        changes += [f"{report.run_id}: {c.row.key} {c.variant}: {c.kind}" for each in report.changed.values()
-                    for one in each for c in one.changes]  # fmt: skip
-        changes += [f"{report.run_id}: {report.reason}"] if report.exit_code and not report.changed else []
+        changes += [
+            f"{report.run_id}: {c.row.key} {c.variant}: {c.kind}"
+            for each in report.changed.values()
+            for one in each
+            for c in one.changes
+        ]
+        changes += (
+            [f"{report.run_id}: {report.reason}"] if report.exit_code and not report.changed else []
+        )
         variants |= {(row.key, row.stack, row.variant) for row in side.rows if row.measured}
-    return {"nights": len(nights), "variants": len(variants), "exit_codes": dict(codes), "changes": changes}
+    return {
+        "nights": len(nights),
+        "variants": len(variants),
+        "exit_codes": dict(codes),
+        "changes": changes,
+    }
 
 
 def shuffled(nights: Sequence[Side], times: int) -> Json:
@@ -91,13 +115,19 @@ def main(words: list[str] | None = None) -> None:
         nights = [side for each in arguments.results for side in cut(each, arguments.attempts)]
         found = replay_nights(nights, Path(name)) | shuffled(nights, arguments.shuffles)
     launchers = Counter(
-        made["observation"]["attempt"]["launcher"] for each in arguments.results
-        for document in Store(each).documents() for variant in document["variants"].values()
+        made["observation"]["attempt"]["launcher"]
+        for each in arguments.results
+        for document in Store(each).documents()
+        for variant in document["variants"].values()
         for made in variant["attempts"]
-    )  # fmt: skip
+    )
     found = {"attempts_a_night": arguments.attempts, "attempts": dict(launchers), **found}
     print(json.dumps(found, indent=1))
-    old = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"] if arguments.out.exists() else []
+    old = (
+        json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
+        if arguments.out.exists()
+        else []
+    )
     write(arguments.out, rows=[*old, found])
 
 

@@ -1,6 +1,8 @@
-"""`make pictures`: what README and docs show of the published results: pictures in docs/images, and README's answer.
+"""`make pictures`: what README and docs show of the published results: pictures in docs/images, and
+README's answer.
 
-Beside the pictures stands a digest of what each shows; tests compare it, and the answer, with the report of today.
+Beside the pictures stands a digest of what each shows; tests compare it, and the answer, with the
+report of today.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def report() -> str:
 
 
 def digests(page: str) -> dict[str, str]:
-    """Return name -> a hash of what the picture shows: the style, and the text of the head and the table or of the
-    case's section, without what is folded."""
+    """Return name -> a hash of what the picture shows: the style, and the text of the head and the
+    table or of the case's section, without what is folded."""
     style, head = (
         page[page.index("<style>") : page.index("</style>")],
         page[page.index("<header>") : page.index('<section class="case"')],
@@ -41,7 +43,8 @@ def digests(page: str) -> dict[str, str]:
     case = re.search(rf'<section class="case" id="{CASE}">.*?</section>', page, re.DOTALL)
     shown = {"": head, CASE: case[0] if case else ""}
     texts = {
-        anchor: re.sub(r"<details>.*?</details>|<[^>]*>|\s+", " ", shown[anchor], flags=re.DOTALL) for anchor in shown
+        anchor: re.sub(r"<details>.*?</details>|<[^>]*>|\s+", " ", shown[anchor], flags=re.DOTALL)
+        for anchor in shown
     }
     return {
         name: hashlib.sha256((style + texts[anchor]).encode()).hexdigest()[:16]
@@ -64,7 +67,9 @@ def main() -> None:
             for name, (anchor, width, height) in PICTURES.items():
                 browser.open(f"{path.as_uri()}#{anchor}", width, height)
                 (FOLDER / f"{name}.png").write_bytes(browser.picture())
-    README.write_text(ANSWER.sub(lambda _: answer(), README.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(
+        ANSWER.sub(lambda _: answer(), README.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     DIGESTS.write_text(json.dumps(digests(page), indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,10 @@
-"""Measure `repro report`, and how fast Chromium opens its page: of the baseline, and of synthetic rows:
+"""Measure `repro report`, and how fast Chromium opens its page: of the baseline, and of synthetic
+rows:
 ``python -m bench.report``.
 
-The rows are those of the baseline again and again, under other model names, in a folder of their own. Seconds are of a
-new process: wall time, and CPU time with that of its children. A page is opened several times: the fastest counts.
+The rows are those of the baseline again and again, under other model names, in a folder of their
+own. Seconds are of a new process: wall time, and CPU time with that of its children. A page is
+opened several times: the fastest counts.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ def synthetic(folder: Path, count: int, source: Sequence[Row]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("{}", encoding="utf-8")
             state = evidence_state(path)
-            rows += [replace(row, model=model, evidence=evidence, evidence_state=state) for row in members]
+            rows += [
+                replace(row, model=model, evidence=evidence, evidence_state=state)
+                for row in members
+            ]
     raise AssertionError("unreachable")
 
 
@@ -76,7 +81,15 @@ def timed(*arguments: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-        command = [sys.executable, "-m", "repro_matrix", "report", *arguments, "--output", str(page)]
+        command = [
+            sys.executable,
+            "-m",
+            "repro_matrix",
+            "report",
+            *arguments,
+            "--output",
+            str(page),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ})
         wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -92,7 +105,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "results"  # a report compares a run with the runs beside it
         count = synthetic(folder, args.rows, load_rows(BASELINE))
-        write(args.output, baseline=timed("--baseline"), synthetic={"rows": count, **timed(str(folder))})
+        write(
+            args.output,
+            baseline=timed("--baseline"),
+            synthetic={"rows": count, **timed(str(folder))},
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Trace both sides of each public report in docs/examples/numbers, compare them, and write the table of what was named.
+"""Trace both sides of each public report in docs/examples/numbers, compare them, and write the
+table of what was named.
 
-    python -m bench.silent_errors TRACES             # all reports; their traces go to the folder TRACES
+    python -m bench.silent_errors TRACES             # all reports; their traces go to the folder
+    TRACES
     python -m bench.silent_errors TRACES opt gemma   # only these
     python -m bench.silent_errors TRACES --stored    # compare the traces that are there
 
-It does what `repro compare` does for one report, but starts each stack once and forks: a start costs more than a run.
+It does what `repro compare` does for one report, but starts each stack once and forks: a start
+costs more than a run.
 """
 
 from __future__ import annotations
@@ -51,8 +54,16 @@ def trace(chosen: dict[str, Json], folder: Path, noise: int) -> None:
             args = [*shlex.split(case.get("args", "")), *shlex.split(values.get("args", ""))]
             for seed in range(noise + 1 if side == "good" else 1):
                 run = f"{name}.{side}" + (f".n{seed}" if seed else "")
-                env = {"DS_ACCELERATOR": "cpu", **({"REPRO_TRACE_NOISE": str(seed)} if seed else {})}
-                job = {"name": run, "script": str(FOLDER / case["script"]), "args": args, "env": env}
+                env = {
+                    "DS_ACCELERATOR": "cpu",
+                    **({"REPRO_TRACE_NOISE": str(seed)} if seed else {}),
+                }
+                job = {
+                    "name": run,
+                    "script": str(FOLDER / case["script"]),
+                    "args": args,
+                    "env": env,
+                }
                 job.update(ranks=values.get("nproc", 1), trace=str(folder / run))
                 jobs[values.get("stack", "current")].append(job)
     for stack, its_jobs in jobs.items():
@@ -64,7 +75,8 @@ def trace(chosen: dict[str, Json], folder: Path, noise: int) -> None:
 
 
 def judge(name: str, case: Json, folder: Path) -> Json:
-    """Compare the traces of a case; ``right`` says whether the answer is the place that its upstream fix shows."""
+    """Compare the traces of a case; ``right`` says whether the answer is the place that its
+    upstream fix shows."""
     noise = [read(path) for path in sorted(folder.glob(f"{name}.good.n*"))]
     traces = {side: read(folder / f"{name}.{side}") for side in SIDES}
     location = locate(traces["good"], traces["bad"], noise)
@@ -78,7 +90,12 @@ def judge(name: str, case: Json, folder: Path) -> Json:
     for side in SIDES:
         installed = stacks.resolve((case.get(side) or {}).get("stack", "current")).versions
         versions[side] = {name: installed[name] for name in PACKAGES if name in installed}
-    return {"sentence": location.sentence(), "right": right, "versions": versions, "location": location.to_json()}
+    return {
+        "sentence": location.sentence(),
+        "right": right,
+        "versions": versions,
+        "location": location.to_json(),
+    }
 
 
 def command(case: Json) -> str:
@@ -90,7 +107,12 @@ def command(case: Json) -> str:
     if good.get("nproc", 1) == bad.get("nproc", 1):
         words += ["--nproc", str(good.get("nproc", 1))]
     else:
-        words += ["--good-nproc", str(good.get("nproc", 1)), "--bad-nproc", str(bad.get("nproc", 1))]
+        words += [
+            "--good-nproc",
+            str(good.get("nproc", 1)),
+            "--bad-nproc",
+            str(bad.get("nproc", 1)),
+        ]
     words += ["--args", case["args"].strip()] if "args" in case else []
     for side, values in zip(SIDES, (good, bad), strict=True):
         words += [f"--{side}-args={values['args']}"] if "args" in values else []
@@ -107,7 +129,9 @@ def table(known: dict[str, Json], results: dict[str, Json]) -> str:
         repository, number = case["issue"].split("#")
         link = f"[{case['issue']}](https://github.com/{repository}/issues/{number})"
         right_here = "yes" if found["right"] else "no"
-        lines.append(f"| {link} | {case['what']} | {_pair(case)} | {found['sentence']} | {right_here} |")
+        lines.append(
+            f"| {link} | {case['what']} | {_pair(case)} | {found['sentence']} | {right_here} |"
+        )
     lines += ["", "The same comparisons one by one, in `docs/examples/numbers`:", ""]
     return "\n".join([*lines, *(f"    {command(known[name])}" for name in measured), ""])
 
@@ -116,19 +140,27 @@ def _pair(case: Json) -> str:
     def side(values: Json, other: Json) -> str:
         parts = [values["stack"].removeprefix("current+")] if "stack" in values else []
         if values.get("nproc", 1) != other.get("nproc", 1):
-            parts.append("one process" if values.get("nproc", 1) == 1 else f"{values['nproc']} ranks")
-        return " ".join([*parts, *([f"`{values['args']}`"] if "args" in values else [])]) or "as it is"
+            parts.append(
+                "one process" if values.get("nproc", 1) == 1 else f"{values['nproc']} ranks"
+            )
+        return (
+            " ".join([*parts, *([f"`{values['args']}`"] if "args" in values else [])]) or "as it is"
+        )
 
     good, bad = (case.get(name) or {} for name in SIDES)
     return f"{side(good, bad)}; {side(bad, good)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", type=Path, help="the folder of the traces")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--stored", action="store_true", help="trace nothing")
-    parser.add_argument("--noise", type=int, default=2, help="runs of the good side with noise (default: 2)")
+    parser.add_argument(
+        "--noise", type=int, default=2, help="runs of the good side with noise (default: 2)"
+    )
     args = parser.parse_args()
     known = cases()
     chosen = {name: known[name] for name in args.names or known}
@@ -140,11 +172,19 @@ def main() -> None:
     for name, case in chosen.items():
         if (folder / f"{name}.bad").exists():
             results[name] = judge(name, case, folder)
-            print(name, "right" if results[name]["right"] else "WRONG", results[name]["sentence"], flush=True)
+            print(
+                name,
+                "right" if results[name]["right"] else "WRONG",
+                results[name]["sentence"],
+                flush=True,
+            )
     ordered = {name: results[name] for name in known if name in results}
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(MARK.sub(lambda found: f"{found[1]}{table(known, ordered)}{found[2]}", text), encoding="utf-8")
+    PAGE.write_text(
+        MARK.sub(lambda found: f"{found[1]}{table(known, ordered)}{found[2]}", text),
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What the launch benchmark runs in each rank: a tiny Qwen2, one training step, with a strategy of strategies.py
-or with transformers' Trainer (flag ``loop``). The metrics are the floor: what no launcher can take away."""
+"""What the launch benchmark runs in each rank: a tiny Qwen2, one training step, with a strategy of
+strategies.py or with transformers' Trainer (flag ``loop``). The metrics are the floor: what no
+launcher can take away."""
 
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ import torch
 def trainer(run: Run, model: torch.nn.Module) -> None:
     from transformers import Trainer, TrainingArguments
 
-    rows = [{name: value[0] for name, value in batch(run, run.rank, step).items()} for step in range(4)]
+    rows = [
+        {name: value[0] for name, value in batch(run, run.rank, step).items()} for step in range(4)
+    ]
     arguments = TrainingArguments(
-        output_dir=str(run.work_dir), max_steps=1, per_device_train_batch_size=1, report_to=[], save_strategy="no",
-        use_cpu=run.device_kind == "cpu", disable_tqdm=True, ddp_backend=run.backend,
-    )  # fmt: skip
+        output_dir=str(run.work_dir),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=run.device_kind == "cpu",
+        disable_tqdm=True,
+        ddp_backend=run.backend,
+    )
     loop = Trainer(model=model, args=arguments, train_dataset=rows)
     loop.train()
     run.fact("wrapped", type(loop.model_wrapped).__name__)

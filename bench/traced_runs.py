@@ -1,4 +1,5 @@
-"""Run traced trainings in processes forked from one that has imported the packages: jobs as JSON lines on stdin.
+"""Run traced trainings in processes forked from one that has imported the packages: jobs as JSON
+lines on stdin.
 
 Runs inside a stack. A job: {"name", "script", "args", "ranks", "env", "trace"}.
 """
@@ -20,9 +21,17 @@ WORKERS = Path(__file__).parents[1] / "harness" / "repro_matrix" / "launch" / "w
 def run(job: dict, rank: int, port: int) -> None:
     """Be one rank: never returns."""
     os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]), REPRO_TRACE=job["trace"], **job["env"],
-    )  # fmt: skip
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        },
+        WORLD_SIZE=str(job["ranks"]),
+        LOCAL_WORLD_SIZE=str(job["ranks"]),
+        REPRO_TRACE=job["trace"],
+        **job["env"],
+    )
     sys.path.insert(0, str(WORKERS))
     import tracer
 
@@ -46,7 +55,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     for name in ("Trainer", "LlamaForCausalLM"):  # imported on use
-        with contextlib.suppress(RuntimeError):  # a release whose Trainer needs another release of peft
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a release whose Trainer needs another release of peft
             getattr(transformers, name)
     for line in sys.stdin:
         job = json.loads(line)

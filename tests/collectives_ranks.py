@@ -1,9 +1,11 @@
-"""Not a test: what tests/launch/test_collectives.py runs. The bodies of the scripts named in a list, one after
-the other, in ranks whose own collectives go to a group that takes no tensor of the CPU.
+"""Not a test: what tests/launch/test_collectives.py runs. The bodies of the scripts named in a
+list, one after the other, in ranks whose own collectives go to a group that takes no tensor of the
+CPU.
 
-Without a GPU every tensor is on the CPU. So a tensor counts as a CPU tensor when it would be one on a GPU machine: made
-without a device, or brought to the CPU, or computed from such tensors alone. Those are handed to a group whose only
-backend is for CUDA, and torch itself refuses them, in the words in which it refuses them under NCCL.
+Without a GPU every tensor is on the CPU. So a tensor counts as a CPU tensor when it would be one on
+a GPU machine: made without a device, or brought to the CPU, or computed from such tensors alone.
+Those are handed to a group whose only backend is for CUDA, and torch itself refuses them, in the
+words in which it refuses them under NCCL.
 """
 
 from __future__ import annotations
@@ -28,9 +30,34 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 OWN = (str(ROOT / "repros") + os.sep, str(ROOT / "tests" / "faults") + os.sep)
-MADE = {"tensor", "as_tensor", "from_numpy", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"}
-WORDS = ("all_reduce", "all_gather", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
-         "all_to_all", "gather", "scatter", "send", "recv", "isend", "irecv")  # fmt: skip
+MADE = {
+    "tensor",
+    "as_tensor",
+    "from_numpy",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+}
+WORDS = (
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+)
 host: dict[int, weakref.ref[torch.Tensor]] = {}
 made: list[tuple[str, str]] = []
 
@@ -94,7 +121,12 @@ def body(run: Run) -> None:
         try:
             spec.loader.exec_module(module)
             with Host():
-                module.body(Run({**job["settings"], "work_dir": str(folder)}, Record(None, run.rank, run.world_size)))
+                module.body(
+                    Run(
+                        {**job["settings"], "work_dir": str(folder)},
+                        Record(None, run.rank, run.world_size),
+                    )
+                )
         except Exception as problem:  # noqa: BLE001 - whatever a script meets here, the next one is run
             error = f"{type(problem).__name__}: {problem}"[:400]
         run.fact(job["name"], {"error": error, "collectives": list(made)})

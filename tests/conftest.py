@@ -1,4 +1,5 @@
-"""Shared by the project's tests. Real ranks are marked `ranks`; property tests are deterministic, so that CI is."""
+"""Shared by the project's tests. Real ranks are marked `ranks`; property tests are deterministic,
+so that CI is."""
 
 from __future__ import annotations
 
@@ -20,22 +21,33 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.forkserver import ForkserverLauncher, Server
 from repro_matrix.paths import CONF, REPROS
 
-# Examples of a property test in the gate and in `make test-slow`. Fifteen are enough to see a changed grader.
+# Examples of a property test in the gate and in `make test-slow`. Fifteen are enough to see a
+# changed grader.
 for profile, examples in (("gate", 25), ("many", 200)):
     settings.register_profile(
-        profile, max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        profile,
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
 @pytest.hookimpl(optionalhook=True)  # mutmut runs without xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores, because tests that launch ranks wait for a sixth of their time."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+    """One more than there are cores, because tests that launch ranks wait for a sixth of their
+    time."""
+    return (
+        len(os.sched_getaffinity(0)) + 1
+        if hasattr(os, "sched_getaffinity")
+        else (os.cpu_count() or 1) + 1
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that launch ranks first: one of them at the end would leave the other cores idle."""
+    """Run tests that launch ranks first: one of them at the end would leave the other cores
+    idle."""
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -58,13 +70,16 @@ def repros() -> Path:
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkserverLauncher]:
-    """One launcher for all tests of a worker: a server imports its stack once, which costs more than most tests."""
+    """One launcher for all tests of a worker: a server imports its stack once, which costs more
+    than most tests."""
     folder = tmp_path_factory.mktemp("forkserver")
 
     class Shared(ForkserverLauncher):
         """Its servers outlive the run or test whose attempt started them."""
 
-        def _server(self, attempt: Attempt, stop: threading.Event) -> AbstractContextManager[Server]:
+        def _server(
+            self, attempt: Attempt, stop: threading.Event
+        ) -> AbstractContextManager[Server]:
             return super()._server(dataclasses.replace(attempt, directory=folder / "attempt"), stop)
 
     launcher = Shared()
@@ -73,7 +88,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkserverLaunche
     launcher.close()
     for server in servers:
         try:
-            state = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = (
+                Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            )
         except OSError:
             state = "X"
         assert state in "ZX" and not server.folder.exists(), f"server {server.process.pid} was left"
@@ -84,7 +101,9 @@ def runs_are_warm(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> 
     """Runs in this process launch with it as well, and leave it open."""
 
     def launch(attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
-        return warm.launch(dataclasses.replace(attempt, run_id="test-run"), stop)  # a server is of one run
+        return warm.launch(
+            dataclasses.replace(attempt, run_id="test-run"), stop
+        )  # a server is of one run
 
     launcher = SimpleNamespace(name=warm.name, launch=launch, close=lambda: None)
     monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: launcher)
@@ -92,8 +111,8 @@ def runs_are_warm(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
-    """``once(name, make)``: the JSON that ``make`` returned in the first worker that called it. For slow launches from
-    cold whose result several tests read."""
+    """``once(name, make)``: the JSON that ``make`` returned in the first worker that called it. For
+    slow launches from cold whose result several tests read."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers

@@ -1,4 +1,5 @@
-"""`make exports`: every case's folder, written by `repro export`, run under plain torchrun: the recorded outcome?
+"""`make exports`: every case's folder, written by `repro export`, run under plain torchrun: the
+recorded outcome?
 
 A table, a line for each; exit 1 when one shows something else, 3 when one could not be tried.
 """
@@ -33,7 +34,8 @@ LIMIT_S, LOOK_S = 900.0, 10.0  # for a whole script; between two looks at one th
 
 @dataclass
 class Ran:
-    """What a script showed: its output, its exit code (None: it was killed), the functions in which its ranks hang."""
+    """What a script showed: its output, its exit code (None: it was killed), the functions in which
+    its ranks hang."""
 
     output: str
     code: int | None
@@ -42,15 +44,29 @@ class Ran:
 
 def run(folder: Path, ranks: int, hangs: bool, stack: Stack) -> Ran:
     """Run an exported folder under torchrun, in an environment without anything of this project."""
-    command = [stack.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "run.py"]
+    command = [
+        stack.python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "run.py",
+    ]
     env = stack.environment({"PATH": "/usr/local/bin:/usr/bin:/bin"})
     env |= {"TMPDIR": str(folder.parent), "HOME": str(Path.home())}
     log, limit, functions = folder / "log", time.monotonic() + LIMIT_S, ""
-    with open(log, "w") as out, psutil.Popen(command, cwd=folder, stdout=out, stderr=out, env=env) as process:
+    with (
+        open(log, "w") as out,
+        psutil.Popen(command, cwd=folder, stdout=out, stderr=out, env=env) as process,
+    ):
         while process.poll() is None and time.monotonic() < limit:
             with contextlib.suppress(psutil.TimeoutExpired):
                 process.wait(LOOK_S)
-            before, functions = functions, "\n".join(_stack(child.pid) for child in process.children()) if hangs else ""
+            before, functions = (
+                functions,
+                "\n".join(_stack(child.pid) for child in process.children()) if hangs else "",
+            )
             if functions and functions == before:
                 break  # the ranks were in the same place twice
         code = process.poll()
@@ -62,8 +78,12 @@ def run(folder: Path, ranks: int, hangs: bool, stack: Stack) -> Ran:
 
 def _stack(pid: int) -> str:
     """Return the functions of a process's main thread, by py-spy."""
-    found = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True,
-                           env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})  # fmt: skip
+    found = subprocess.run(
+        ["py-spy", "dump", "--pid", str(pid)],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
     return "\n".join(re.findall(r"^ {4}(\S+) \(", found.stdout, re.M))
 
 
@@ -73,14 +93,22 @@ def difference(stored: Measured, ranks: int, ran: Ran) -> str | None:
     tail = ran.output[-400:]
     if outcome["outcome"] == "passed":
         finished = ran.output.count("] finished")
-        return None if ran.code == 0 and finished == ranks else f"exit code {ran.code}, {finished} ranks ended: {tail}"
+        return (
+            None
+            if ran.code == 0 and finished == ranks
+            else f"exit code {ran.code}, {finished} ranks ended: {tail}"
+        )
     known = outcome.get("recognized") or []  # of another case, too
-    missing = [item for item in known if not _shows(CATALOGUE.cases[item["case"]], item["signature"], ran)]
+    missing = [
+        item for item in known if not _shows(CATALOGUE.cases[item["case"]], item["signature"], ran)
+    ]
     if known:
         return f"does not show {missing[0]['signature']}: {tail}" if missing else None
     primary = outcome.get("primary") or {}
     text = str(primary.get("message") or "").partition("\n")[0][:60]
-    shows = ran.code not in (0, None) and primary.get("type", "") in ran.output and text in ran.output
+    shows = (
+        ran.code not in (0, None) and primary.get("type", "") in ran.output and text in ran.output
+    )
     return None if shows else f"not {primary.get('type')}: {tail}"
 
 
@@ -89,13 +117,19 @@ def _shows(case: Case, name: str, ran: Ran) -> bool:
     if signature.kind == "check":
         return f"check {signature.check}: FAILED" in ran.output and ran.code not in (0, None)
     if signature.kind == "hang":
-        frames = [re.search(rf"^(\S+\.)?{frame.function}$", ran.functions, re.M) for frame in signature.frames]
+        frames = [
+            re.search(rf"^(\S+\.)?{frame.function}$", ran.functions, re.M)
+            for frame in signature.frames
+        ]
         return ran.code is None and bool(ran.functions) and all(frames)
     if signature.kind == "signal":
         return f"Signal {getattr(signal, str(signature.signal)):d}" in ran.output
     known = Catalogue(CATALOGUE.cases)
     found = recognize(scan(ran.output.split("\n"), known), known)
-    return case.slug in [*found.names, *(each.case for failure in found.failures for each in failure.perhaps)]
+    return case.slug in [
+        *found.names,
+        *(each.case for failure in found.failures for each in failure.perhaps),
+    ]
 
 
 def check_export(case: Case, variant: str, folder: Path) -> tuple[str, str]:
@@ -118,7 +152,9 @@ def check_export(case: Case, variant: str, folder: Path) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make exports", description=__doc__)
     parser.add_argument("name", nargs="?", default="", help="only cases whose slug contains this")
-    parser.add_argument("--all-variants", action="store_true", help="every variant, not the first alone")
+    parser.add_argument(
+        "--all-variants", action="store_true", help="every variant, not the first alone"
+    )
     args = parser.parse_args()
     count = {"shown": 0, "differs": 0, "not tried": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +162,10 @@ def main() -> int:
             for variant in list(case.variants)[: None if args.all_variants else 1]:
                 result, why = check_export(case, variant, Path(folder))
                 count[result] += 1
-                print(f"{case.slug:36} {variant:16} {result:10} {' '.join(why.split())[:300]}", flush=True)
+                print(
+                    f"{case.slug:36} {variant:16} {result:10} {' '.join(why.split())[:300]}",
+                    flush=True,
+                )
     print(", ".join(f"{number} {what}" for what, number in count.items()))
     return 1 if count["differs"] else 3 if count["not tried"] or not count["shown"] else 0
 

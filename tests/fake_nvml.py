@@ -45,7 +45,8 @@ class Process:
 
 @dataclass
 class FakeGpu:
-    """One GPU. ``uuid`` "" is filled in by its place; ``mig``: UUIDs of its MIG devices; None: MIG is off."""
+    """One GPU. ``uuid`` "" is filled in by its place; ``mig``: UUIDs of its MIG devices; None: MIG
+    is off."""
 
     name: str = A100
     uuid: str = ""
@@ -72,14 +73,17 @@ def uuid_of(index: int) -> str:
 
 @dataclass
 class FakeNvml:
-    """A GpuDriver. ``init_error``, ``error``: opening it, or every question, fails with this NVML error code."""
+    """A GpuDriver. ``init_error``, ``error``: opening it, or every question, fails with this NVML
+    error code."""
 
     gpus: list[FakeGpu] = field(default_factory=list)
     driver: str = "580.95.05"
     cuda: int = 13000  # as NVML writes it
     init_error: int | None = None
     error: int | None = None
-    ranks: Path | None = None  # where ranks on a made-up GPU show themselves (tests/fake_cuda/memory.py)
+    ranks: Path | None = (
+        None  # where ranks on a made-up GPU show themselves (tests/fake_cuda/memory.py)
+    )
 
     def __post_init__(self) -> None:
         for index, gpu in enumerate(self.gpus):
@@ -96,11 +100,15 @@ class FakeNvml:
         return self
 
     def on_path(self, folder: Path, current: Path | None = None) -> dict[str, str]:
-        """Return the environment variables of a subprocess that has these GPUs. ``current``: the interpreter of that
-        stack, which some variants name."""
+        """Return the environment variables of a subprocess that has these GPUs. ``current``: the
+        interpreter of that stack, which some variants name."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "nvml.pickle").write_bytes(pickle.dumps(self))
-        lines = ["import sys", f"sys.path.append({str(Path(__file__).parent)!r})", "import fake_nvml as fake"]
+        lines = [
+            "import sys",
+            f"sys.path.append({str(Path(__file__).parent)!r})",
+            "import fake_nvml as fake",
+        ]
         lines.append(f"fake.load({str(folder / 'nvml.pickle')!r})")
         lines += [f"sys.executable = {str(current)!r}"] if current else []
         (folder / "sitecustomize.py").write_text("\n".join(lines), encoding="utf-8")
@@ -131,7 +139,11 @@ class FakeNvml:
     def state(self, uuid: str) -> GpuState:
         gpu = self._gpu(uuid)
         files = (self.ranks / uuid).glob("*") if self.ranks else ()
-        ranks = [Process(int(file.name), CONTEXT_MB) for file in files if Path("/proc", file.name).exists()]
+        ranks = [
+            Process(int(file.name), CONTEXT_MB)
+            for file in files
+            if Path("/proc", file.name).exists()
+        ]
         running = [*gpu.processes, *ranks]
         used = sum(process.memory_mb or 0 for process in running)
         processes = tuple(GpuProcess(process.pid, process.memory_mb) for process in running)

@@ -1,5 +1,5 @@
-"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Trainings in which a named option is not in effect;
-the record's facts contain what each rank measured."""
+"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Trainings in which a named
+option is not in effect; the record's facts contain what each rank measured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def group_of_one(run: Run) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     groups = [dist.new_group([rank]) for rank in range(run.world_size)]
-    model = FSDP(build(run), process_group=groups[run.rank], device_id=run.device, use_orig_params=True)
+    model = FSDP(
+        build(run), process_group=groups[run.rank], device_id=run.device, use_orig_params=True
+    )
     effects.watch(run, model)
     steps(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -67,7 +69,8 @@ def another_precision(run: Run) -> None:
 
 
 def accelerate_falls_back(run: Run) -> None:
-    """Request FSDP as `accelerate launch` does; on a CPU accelerate makes a DDP without a warning."""
+    """Request FSDP as `accelerate launch` does; on a CPU accelerate makes a DDP without a
+    warning."""
     from repro_kit.lora_training import prepare
 
     os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -83,7 +86,12 @@ SCENES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
     "group of one": ("fsdp", {}, {}, group_of_one),
     "checkpointing": ("ddp", {}, {"checkpointing": "as asked"}, ignored_checkpointing),
     "checkpointing ignored": ("ddp", {}, {"checkpointing": "ignored"}, ignored_checkpointing),
-    "adapters and checkpointing": ("fsdp2", {}, {"lora": True, "checkpointing": True}, train_step.body),
+    "adapters and checkpointing": (
+        "fsdp2",
+        {},
+        {"lora": True, "checkpointing": True},
+        train_step.body,
+    ),
     "lora of nothing": ("ddp", {}, {}, lora_of_nothing),
     "precision": ("ddp", {}, {"dtype": "bfloat16"}, another_precision),
     "precision of another flag": ("ddp", {}, {"dtype": "float32"}, another_precision),
@@ -96,7 +104,9 @@ SCENES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
 def body(run: Run) -> None:
     for name in run.settings["asked"]["scenes"]:
         slug, options, flags, scene = SCENES[name]
-        strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
+        strategy = yaml.safe_load(
+            (ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8")
+        )
         strategy["options"] = {**strategy["options"], **options}
         settings = {**run.settings, "strategy": strategy, "flags": {**run.flags, **flags}}
         record = Record(None, run.rank, run.world_size)

@@ -1,4 +1,5 @@
-"""Shared by the launcher tests: attempts of faulty scripts, and checks that nothing is left behind."""
+"""Shared by the launcher tests: attempts of faulty scripts, and checks that nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from repro_matrix.runner import session
 from repro_matrix.runner.attempts import recipe
 
 FAULTS = Path(__file__).parent / "faults"
-STACK_CACHE = Path(tempfile.gettempdir()) / f"repro-test-stack-{os.getuid()}"  # one, so that attempts share a server
+STACK_CACHE = (
+    Path(tempfile.gettempdir()) / f"repro-test-stack-{os.getuid()}"
+)  # one, so that attempts share a server
 Json = dict[str, Any]
 
 
@@ -40,7 +43,14 @@ def attempt_of(
     **flags: Any,
 ) -> Attempt:
     settings = {
-        **{"case": "fault", "variant": "unfixed", "steps": 1, "seed": 0, "tp_size": 1, "devices": world_size},
+        **{
+            "case": "fault",
+            "variant": "unfixed",
+            "steps": 1,
+            "seed": 0,
+            "tp_size": 1,
+            "devices": world_size,
+        },
         "model": {"slug": "none", "scale": "tiny", "weights": "random"},
         "strategy": {"slug": "none", "options": {}},
         "flags": {"fault": fault, **flags},
@@ -70,20 +80,31 @@ def scripted(directory: Path, body: str, **kwargs: Any) -> Attempt:
     """Return an attempt whose script does ``body``."""
     directory.mkdir(parents=True, exist_ok=True)
     script = directory.parent / f"{directory.name}.py"
-    script.write_text(HEADER + "def body(run):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + FOOTER)
+    script.write_text(
+        HEADER
+        + "def body(run):\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+        + FOOTER
+    )
     return dataclasses.replace(attempt_of(directory, "nothing"), script=script, **kwargs)
 
 
 def facts(observation: Json) -> list[Json]:
     """Return the facts that each rank recorded, of an attempt that ended well."""
     assert observation["infra_error"] is None, observation
-    assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0]["log_tail"]
+    assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0][
+        "log_tail"
+    ]
     records = [rank["record"]["facts"] for rank in observation["ranks"]]
-    return [{name: value for name, value in each.items() if name not in ("float32", "machine")} for each in records]
+    return [
+        {name: value for name, value in each.items() if name not in ("float32", "machine")}
+        for each in records
+    ]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:
-    """Return the first true result of ``what``. The limit is long because a loaded machine is slow."""
+    """Return the first true result of ``what``. The limit is long because a loaded machine is
+    slow."""
     limit, pause = time.monotonic() + seconds, 0.02
     while time.monotonic() < limit:
         if value := what():
@@ -134,12 +155,14 @@ def stuck(attempt: Attempt, ranks: int) -> bool:
 
 
 def launched_until(launcher: Launcher, attempt: Attempt, ranks: int) -> Json:
-    """The deadline comes when so many ranks are stuck and the others have ended: tests need not guess how slow the
-    machine is."""
+    """The deadline comes when so many ranks are stuck and the others have ended: tests need not
+    guess how slow the machine is."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launched, launcher, attempt)
         wait_for(lambda: stuck(attempt, ranks))
-        time.sleep(0.3)  # from the file that says so into the wait itself; a rank is looked at twice, seconds apart
+        time.sleep(
+            0.3
+        )  # from the file that says so into the wait itself; a rank is looked at twice, seconds apart
         object.__setattr__(attempt, "deadline_s", 0.0)
         return future.result(timeout=200)
 
@@ -156,20 +179,32 @@ FAILED = (1, None, "self")  # exit code, signal, who ended it
 
 
 def ends(observation: Json) -> list[tuple[int | None, str | None, str]]:
-    return [(rank["exit_code"], rank["signal"], rank["terminated_by"]) for rank in observation["ranks"]]
+    return [
+        (rank["exit_code"], rank["signal"], rank["terminated_by"]) for rank in observation["ranks"]
+    ]
 
 
 def failed_together(observation: Json) -> bool:
-    """Whether at least one rank failed by itself, and each other one too or was ended by the launcher for it."""
+    """Whether at least one rank failed by itself, and each other one too or was ended by the
+    launcher for it."""
     ended = [(None, number, "launcher") for number in ("SIGTERM", "SIGKILL")]
-    return FAILED in ends(observation) and all(end == FAILED or end in ended for end in ends(observation))
+    return FAILED in ends(observation) and all(
+        end == FAILED or end in ended for end in ends(observation)
+    )
 
 
 def two_ranks(
-    launcher: ForkserverLauncher, folder: Path, script: str, settings: Json, asked: Json, *imports: str
+    launcher: ForkserverLauncher,
+    folder: Path,
+    script: str,
+    settings: Json,
+    asked: Json,
+    *imports: str,
 ) -> list[Json]:
-    """Return the facts that two ranks of a script of tests/ recorded; it finds ``asked`` in its settings. The same
-    ``imports`` share a server. DeepSpeed's CPU op is compiled ahead, as a run does: all ranks would compile it."""
+    """Return the facts that two ranks of a script of tests/ recorded; it finds ``asked`` in its
+    settings. The same
+    ``imports`` share a server. DeepSpeed's CPU op is compiled ahead, as a run does: all ranks would
+    compile it."""
     stack = resolve("current")
     if "deepspeed" in imports:
         processes.compile_op(stack)

@@ -1,4 +1,5 @@
-"""A made-up history of releases behind the real prober, engine and store: only stacks and launches are pretended."""
+"""A made-up history of releases behind the real prober, engine and store: only stacks and launches
+are pretended."""
 
 from __future__ import annotations
 
@@ -24,18 +25,34 @@ from script_observations import of_attempt
 from test_engine import REPRODUCED, observation
 
 CASE = "qwen15-fsdp-norm-shard"
-BASE = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3", "accelerate": "0.29.2", "numpy": "1.26.4"}
+BASE = {
+    "python": "3.11.0",
+    "torch": "2.2.2",
+    "transformers": "4.39.3",
+    "accelerate": "0.29.2",
+    "numpy": "1.26.4",
+}
 
 LAYER_NORM = {  # the same failure by another signature of the case
     **REPRODUCED,
-    "message": "Expected weight to be of same shape as normalized_shape, but got weight of shape [512]",
-    "frames": [*REPRODUCED["frames"], {
-        "file": "/site-packages/torch/nn/functional.py", "line": 1, "function": "layer_norm", "code": "",
-        "module": "torch.nn.functional", "code_location": "torch.nn.functional",
-    }],
-}  # fmt: skip
+    "message": (
+        "Expected weight to be of same shape as normalized_shape, but got weight of shape [512]"
+    ),
+    "frames": [
+        *REPRODUCED["frames"],
+        {
+            "file": "/site-packages/torch/nn/functional.py",
+            "line": 1,
+            "function": "layer_norm",
+            "code": "",
+            "module": "torch.nn.functional",
+            "code_location": "torch.nn.functional",
+        },
+    ],
+}
 
-# (versions, variant) -> reproduced, layer norm, passed, hang, infra_error, anything else: an error that says so
+# (versions, variant) -> reproduced, layer norm, passed, hang, infra_error, anything else: an error
+# that says so
 History = Callable[[Mapping[str, str], str], str]
 
 
@@ -50,8 +67,12 @@ class World:
         self.listed: dict[str, list[Release]] = {}
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
         self.uninstallable: set[tuple[str, str]] = set()  # releases that cannot be installed
-        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: ""  # the package that contradicts the others
-        self.moves: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda versions: {}  # packages that follow
+        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: (
+            ""
+        )  # the package that contradicts the others
+        self.moves: Callable[[Mapping[str, str]], Mapping[str, str]] = (
+            lambda versions: {}
+        )  # packages that follow
         self.version_at: Callable[[str], str] = lambda url: ""  # of a commit in a clone
         self.launched: list[tuple[Mapping[str, str], str]] = []
         self.resolved: list[str] = []
@@ -79,8 +100,13 @@ class World:
         versions |= {name: version for name, (_, version) in moved.items()}
         pinned = {canonical(swap.name) for swap in wanted.swaps}
         if (name := self.needs(versions)) and name in pinned:
-            said = f"Because transformers==4 depends on {name}>=1 and you require {name}=={versions[name]}"
-            raise StackError("unavailable", f"stack {spec}: the requirements contradict each other\n  {said}")
+            said = (
+                f"Because transformers==4 depends on {name}>=1 and you require"
+                f" {name}=={versions[name]}"
+            )
+            raise StackError(
+                "unavailable", f"stack {spec}: the requirements contradict each other\n  {said}"
+            )
         python = f"/fake/{short_hash(json.dumps(versions, sort_keys=True))}"
         self._pythons[python] = Stack(spec, python, versions, (), short_hash(python), moved)
         return self._pythons[python]
@@ -89,10 +115,18 @@ class World:
         if parse(spec).base not in self.bases and not parse(spec).file:
             raise StackError("usage", f"no stack named {parse(spec).base!r}")
 
-    def releases(self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None) -> list[Release]:
+    def releases(
+        self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None
+    ) -> list[Release]:
         if package not in self.listed:
-            raise StackError("unavailable", f"the index has no package {package!r}; did you mean 'transformers'?")
-        found = [r for r in self.listed[package] if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
+            raise StackError(
+                "unavailable", f"the index has no package {package!r}; did you mean 'transformers'?"
+            )
+        found = [
+            r
+            for r in self.listed[package]
+            if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)
+        ]
         return sorted(found, key=lambda release: release.parsed)
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
@@ -127,7 +161,10 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
             rank.update(exit_code=None, signal="SIGKILL", terminated_by="timeout", record=None)
         return found
     if how == "infra_error":
-        return {**observation(attempt, None), "infra_error": {"kind": "memory", "message": "no memory"}}
+        return {
+            **observation(attempt, None),
+            "infra_error": {"kind": "memory", "message": "no memory"},
+        }
     return observation(attempt, {**REPRODUCED, "type": "KeyError", "message": how})
 
 
@@ -139,7 +176,19 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         return "passed" if variant != "unfixed" or before(versions, "4.40") else "reproduced"
 
     made = World(tmp_path, history)
-    minors = ("37.0", "37.2", "38.0", "39.3", "40.0", "41.0", "41.1", "42.0", "43.0", "44.0", "45.0")
+    minors = (
+        "37.0",
+        "37.2",
+        "38.0",
+        "39.3",
+        "40.0",
+        "41.0",
+        "41.1",
+        "42.0",
+        "43.0",
+        "44.0",
+        "45.0",
+    )
     made.releases_of("transformers", *(f"4.{minor}" for minor in minors))
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(stacks, "resolve", made.resolve)
@@ -152,7 +201,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 class ScriptLab:
-    """A user's script ./train.py on the stacks of a world; the tests' own Lab says how a launch ends."""
+    """A user's script ./train.py on the stacks of a world; the tests' own Lab says how a launch
+    ends."""
 
     name = "fake"
 
@@ -167,14 +217,18 @@ class ScriptLab:
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
         self.launched.append(attempt)
-        return of_attempt(self.observe(self.world._pythons[attempt.python].versions, attempt), attempt)
+        return of_attempt(
+            self.observe(self.world._pythons[attempt.python].versions, attempt), attempt
+        )
 
     def repro(self, *words: str) -> int:
         return main([*words, f"results={self.folder / 'results'}"])
 
 
 @pytest.fixture
-def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ScriptLab:
+def lab(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> ScriptLab:
     made: ScriptLab = request.module.Lab(world, tmp_path)
     monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: made)
     monkeypatch.chdir(tmp_path)
@@ -186,7 +240,9 @@ def before(versions: Mapping[str, str], release: str, package: str = "transforme
     return Release(versions[package]).parsed < Release(release).parsed
 
 
-def result(repro: Callable[..., int], capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+def result(
+    repro: Callable[..., int], capsys: pytest.CaptureFixture[str], *words: str, code: int = 0
+) -> dict[str, Any]:
     """Return what a command prints with --json, or its error message as ``err``."""
     actual = repro(*words, "--json")
     out = capsys.readouterr()

@@ -1,5 +1,5 @@
-"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Each strategy trains honestly and with every
-injected fault, all in one pair of ranks; the record's facts contain the checks."""
+"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Each strategy trains honestly
+and with every injected fault, all in one pair of ranks; the record's facts contain the checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ made: dict[str, Reference] = {}
 
 
 def once(run: Run, model: torch.nn.Module, same_batch: bool, weights: Weights) -> Reference:
-    """The reference is the same whatever is then done to the training: made once, and watching each new model."""
+    """The reference is the same whatever is then done to the training: made once, and watching each
+    new model."""
     key = f"{next(model.parameters()).dtype} {same_batch}"
     if key not in made:
         work = run.work_dir / key
@@ -40,9 +41,13 @@ def once(run: Run, model: torch.nn.Module, same_batch: bool, weights: Weights) -
 def body(run: Run) -> None:
     train_step.Reference = once
     asked = run.settings["asked"]
-    sabotage.SCALE = asked.get("scale", sabotage.SCALE)  # docs/concepts/checks.md: the smallest that is seen
+    sabotage.SCALE = asked.get(
+        "scale", sabotage.SCALE
+    )  # docs/concepts/checks.md: the smallest that is seen
     for slug in asked["strategies"]:
-        strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
+        strategy = yaml.safe_load(
+            (ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8")
+        )
         for dtype in asked.get("dtypes", ["float32"]):
             for wrong in asked.get("sabotages", ["none", *SABOTAGES]):
                 if slug == "tp" and wrong in CANNOT_BE["tp"]:
@@ -59,7 +64,9 @@ def body(run: Run) -> None:
                 finally:
                     train_step.check_checkpoint = checkpoint
                 took = round(time.process_time() - started, 2)
-                run.fact(f"{slug}/{dtype}/{wrong}", {"checks": record.data["checks"], "cpu_s": took})
+                run.fact(
+                    f"{slug}/{dtype}/{wrong}", {"checks": record.data["checks"], "cpu_s": took}
+                )
 
 
 main(body)

@@ -1,9 +1,10 @@
-"""`make two-nights`: two runs of a stack that moved between them, by the steps of .github/workflows/nightly.yml.
+"""`make two-nights`: two runs of a stack that moved between them, by the steps of
+.github/workflows/nightly.yml.
 
-In a clean clone, with a real floating stack: the second night's index has a later release of transformers, with which
-a known failure no longer reproduces. That night must find that out, search between the two locks, and write the issue's
-text, which is printed (docs/examples/two-nights.md shows one). A stack of torch 2.6 is built twice: minutes, and the
-index has to be reached.
+In a clean clone, with a real floating stack: the second night's index has a later release of
+transformers, with which a known failure no longer reproduces. That night must find that out, search
+between the two locks, and write the issue's text, which is printed (docs/examples/two-nights.md
+shows one). A stack of torch 2.6 is built twice: minutes, and the index has to be reached.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from repro_matrix.paths import ROOT, cache_dir
 CASE, MODEL, VARIANT, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
 BASE = "torch2.6-tf4.51"  # whose packages stay
 NIGHTS = {"monday": "4.43.2", "tuesday": "4.44.1"}  # the newest transformers of each
-GITHUB = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8"))["jobs"]["night"]
+GITHUB = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8"))[
+    "jobs"
+]["night"]
 GITLAB = yaml.safe_load((ROOT / "docs/guides/nightly.gitlab.yml").read_text(encoding="utf-8"))
 
 
@@ -29,7 +32,9 @@ def definition(newest: str) -> str:
     base = yaml.safe_load((ROOT / "conf" / "stack" / f"{BASE}.yaml").read_text(encoding="utf-8"))
     pins = [pin for pin in base["pins"] if not pin.startswith("transformers")]
     made = {"slug": STACK, "title": "It moves", "python": base["python"], "floating": True}
-    return yaml.safe_dump(made | {"pins": [*pins, "transformers"], "constraints": [f"transformers<={newest}"]})
+    return yaml.safe_dump(
+        made | {"pins": [*pins, "transformers"], "constraints": [f"transformers<={newest}"]}
+    )
 
 
 def steps() -> dict[str, str]:
@@ -40,14 +45,19 @@ def steps() -> dict[str, str]:
 
 
 def clone_project(folder: Path) -> Path:
-    """Clone the project where set-up has been done: its own code with this environment's packages."""
+    """Clone the project where set-up has been done: its own code with this environment's
+    packages."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True, timeout=300)
     own = folder / ".venv" / "bin"
     own.mkdir(parents=True)
     (own / "python").symlink_to(sys.executable)
-    (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}/harness" exec {sys.executable} -m repro_matrix "$@"\n')
+    (own / "repro").write_text(
+        f'#!/bin/sh\nPYTHONPATH="{folder}/harness" exec {sys.executable} -m repro_matrix "$@"\n'
+    )
     (own / "repro").chmod(0o755)
-    (folder / ".venv" / ".ready").touch()  # newer than what it is made from: `make setup` has nothing to do
+    (
+        folder / ".venv" / ".ready"
+    ).touch()  # newer than what it is made from: `make setup` has nothing to do
     return folder
 
 
@@ -63,19 +73,35 @@ def main() -> None:
         (home / "gh").write_text("#!/bin/sh\n")  # accepts every issue
         (home / "gh").chmod(0o755)
         env = {
-            "PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "REPRO_CACHE": str(cache_dir()),
-            "HARDWARE": "cpu", "KEPT": "nightly-kept/cpu", "PAGE": "https://ci.example.org/7", "CI": "true",
-            "REPEAT": "1", "SELECTION": selection, "FLOATING": STACK, "BISECT": "30m",
+            "PATH": f"{home}:{os.environ['PATH']}",
+            "HOME": str(home),
+            "REPRO_CACHE": str(cache_dir()),
+            "HARDWARE": "cpu",
+            "KEPT": "nightly-kept/cpu",
+            "PAGE": "https://ci.example.org/7",
+            "CI": "true",
+            "REPEAT": "1",
+            "SELECTION": selection,
+            "FLOATING": STACK,
+            "BISECT": "30m",
             "GITHUB_STEP_SUMMARY": str(folder / "sum.md"),
             "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv"),
-        }  # fmt: skip
-        env |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "UV_", "SSL_"))}
+        }
+        env |= {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("PIP_", "UV_", "SSL_"))
+        }
         for night, newest in NIGHTS.items():
-            (clone / "conf" / "stack" / f"{STACK}.yaml").write_text(definition(newest), encoding="utf-8")
+            (clone / "conf" / "stack" / f"{STACK}.yaml").write_text(
+                definition(newest), encoding="utf-8"
+            )
             for step, text in listed.items():
                 print(f"== {night}: {step}", flush=True)
                 command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text]
-                code = subprocess.run(command, cwd=clone, env=env | {"NIGHT": night}, check=False).returncode
+                code = subprocess.run(
+                    command, cwd=clone, env=env | {"NIGHT": night}, check=False
+                ).returncode
                 if step == last:
                     codes[night] = code
                 elif code:
@@ -85,7 +111,12 @@ def main() -> None:
         assert codes == {"monday": 0, "tuesday": 1}, codes
         runs = load_history(home / "nightly-kept/cpu/history")
         assert [each.run_id for each in runs] == list(NIGHTS)
-        body = texts[0].read_text(encoding="utf-8").replace(str(folder), "/runner").replace(str(cache_dir()), "/cache")
+        body = (
+            texts[0]
+            .read_text(encoding="utf-8")
+            .replace(str(folder), "/runner")
+            .replace(str(cache_dir()), "/cache")
+        )
         assert "transformers 4.44.0" in body, "the search between the two locks names the release"
         print(body)
 

@@ -1,1 +1,2 @@
-"""Plant errors in a training script, and see whether a comparison of traces names where they begin."""
+"""Plant errors in a training script, and see whether a comparison of traces names where they
+begin."""

@@ -1,10 +1,13 @@
-"""Plant each error in each strategy and ask the comparison where it begins; then train without errors.
+"""Plant each error in each strategy and ask the comparison where it begins; then train without
+errors.
 
-    python -m bench.plants         all of it: writes bench/plants.json and docs/reference/planted-errors.md
+    python -m bench.plants         all of it: writes bench/plants.json and
+    docs/reference/planted-errors.md
     python -m bench.plants --kinds norm-eps --strategies ddp,tp --healthy 0 --out /dev/null
     python -m bench.plants --plants ddp.norm-eps,tp.unreduced --healthy 0 --out /dev/null
 
-The good side is one process. A planted error counts only where an untraced run shows that it changes the training.
+The good side is one process. A planted error counts only where an untraced run shows that it
+changes the training.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ NO_EFFECT = 1e-6
 
 
 class Traces:
-    """Traces of train.py; those of a good run, with its noise runs, are taken once for each set of options."""
+    """Traces of train.py; those of a good run, with its noise runs, are taken once for each set of
+    options."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,20 +45,29 @@ class Traces:
     def good(self, options: tuple[str, ...]) -> list[Any]:
         if options not in self._good:
             name = f"good-{len(self._good)}"
-            self._good[options] = [self.trace(options, 1, f"{name}-{noise}", noise)[0] for noise in (0, *NOISE)]
+            self._good[options] = [
+                self.trace(options, 1, f"{name}-{noise}", noise)[0] for noise in (0, *NOISE)
+            ]
         return self._good[options]
 
-    def trace(self, words: tuple[str, ...], world: int, name: str, noise: int = 0) -> tuple[Any, runs.Ran]:
+    def trace(
+        self, words: tuple[str, ...], world: int, name: str, noise: int = 0
+    ) -> tuple[Any, runs.Ran]:
         from repro_matrix.traces.reader import read
 
         folder = self.folder / name
-        variables = {"REPRO_TRACE": str(folder), **({"REPRO_TRACE_NOISE": str(noise)} if noise else {})}
+        variables = {
+            "REPRO_TRACE": str(folder),
+            **({"REPRO_TRACE_NOISE": str(noise)} if noise else {}),
+        }
         ran = runs.launch(list(words), world, folder, variables)
         if not ran.passed:
             print(f"{name} {' '.join(words)}: exit codes {ran.codes}\n{ran.log}", file=sys.stderr)
         return read(folder), ran
 
-    def locate(self, words: tuple[str, ...], world: int, good: tuple[str, ...], name: str) -> tuple[Any, runs.Ran]:
+    def locate(
+        self, words: tuple[str, ...], world: int, good: tuple[str, ...], name: str
+    ) -> tuple[Any, runs.Ran]:
         from repro_matrix.traces.comparison import locate
 
         first, *noise = self.good(good)
@@ -67,7 +80,8 @@ class Traces:
 
 
 def effect(healthy: runs.Ran, planted: runs.Ran) -> float:
-    """Return the largest relative change of a loss, a norm or a parameter's sums (over all ranks)."""
+    """Return the largest relative change of a loss, a norm or a parameter's sums (over all
+    ranks)."""
     sizes = [0.0]
     for ours, theirs in zip(healthy.results, planted.results):
         pairs = [pair for key in ("losses", "norms") for pair in zip(ours[key], theirs[key])]
@@ -75,7 +89,10 @@ def effect(healthy: runs.Ran, planted: runs.Ran) -> float:
     sums = [total(ran.results) for ran in (healthy, planted)]
     for name, (value, square) in sums[0].items():
         other = sums[1].get(name, (value, square))
-        sizes += [abs(square - other[1]) / (square + 1e-30), abs(value - other[0]) / (square + 1e-30) ** 0.5]
+        sizes += [
+            abs(square - other[1]) / (square + 1e-30),
+            abs(value - other[0]) / (square + 1e-30) ** 0.5,
+        ]
     return min(max(sizes), 1e6)  # a norm may be infinite
 
 
@@ -97,7 +114,9 @@ def judged(name: str, strategy: str, traces: Traces, world: int) -> dict[str, An
         return {**row, "cannot": kind.cannot[strategy]}
     words = ("--strategy", strategy, *kind.options)
     plain = traces.healthy(words, world)
-    wrong = runs.launch([*words, "--error", name], world, traces.folder / f"untraced.{strategy}.{name}")
+    wrong = runs.launch(
+        [*words, "--error", name], world, traces.folder / f"untraced.{strategy}.{name}"
+    )
     if wrong.passed:
         row["effect"] = effect(plain, wrong)
         if row["effect"] < NO_EFFECT:
@@ -105,14 +124,34 @@ def judged(name: str, strategy: str, traces: Traces, world: int) -> dict[str, An
     else:
         row["raised"] = wrong.log.strip().splitlines()[-1][:300]
     expected = kind.instead.get(strategy, kind.expected)
-    location, ran = traces.locate((*words, "--error", name), world, kind.options, f"{strategy}.{name}")
-    return {**row, "expected": asdict(expected), "right": agrees(location, expected), "answer": described(location),
-            "same_numbers": ran.results == wrong.results}  # fmt: skip
+    location, ran = traces.locate(
+        (*words, "--error", name), world, kind.options, f"{strategy}.{name}"
+    )
+    return {
+        **row,
+        "expected": asdict(expected),
+        "right": agrees(location, expected),
+        "answer": described(location),
+        "same_numbers": ran.results == wrong.results,
+    }
 
 
 def described(location: Any) -> dict[str, Any]:
-    names = ("verdict", "reason", "stage", "step", "ranks", "micro", "place", "role", "size", "tolerance", "relation",
-             "last_agreeing", "largest")  # fmt: skip
+    names = (
+        "verdict",
+        "reason",
+        "stage",
+        "step",
+        "ranks",
+        "micro",
+        "place",
+        "role",
+        "size",
+        "tolerance",
+        "relation",
+        "last_agreeing",
+        "largest",
+    )
     return {**{name: getattr(location, name) for name in names}, "sentence": location.sentence()}
 
 
@@ -138,20 +177,31 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--plants", type=listed, metavar="STRATEGY.KIND,...", help="only these")
     parser.add_argument("--healthy", type=int, default=healthy.COUNT)
     parser.add_argument("--out", type=Path, default=HERE / "plants.json")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, and use those that it has")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the runs in this folder, and use those that it has"
+    )
     arguments = parser.parse_args(words)
     runs.preload()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="plants-"))
     traces, rows, began = Traces(folder), [], time.time()
     plants = [each.split(".") for each in arguments.plants or ()]
-    for strategy, name in plants or [(one, kind) for kind in arguments.kinds for one in arguments.strategies]:
+    for strategy, name in plants or [
+        (one, kind) for kind in arguments.kinds for one in arguments.strategies
+    ]:
         row = judged(name, strategy, traces, 2)
         rows.append(row)
         print(table.line(row), flush=True)
     clean = []
     for number, each in enumerate(healthy.trainings(arguments.healthy)):
         location, ran = traces.locate(each.words, each.world, each.good, f"healthy-{number}")
-        clean.append({"words": " ".join(each.words), "world": each.world, "trained": ran.passed, **described(location)})
+        clean.append(
+            {
+                "words": " ".join(each.words),
+                "world": each.world,
+                "trained": ran.passed,
+                **described(location),
+            }
+        )
         print(f"{clean[-1]['words']} --nproc {each.world}: {clean[-1]['sentence']}", flush=True)
     if not arguments.keep:
         shutil.rmtree(folder)

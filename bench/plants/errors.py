@@ -1,7 +1,8 @@
 """What an error that train.py can have is: the points of a training at which it changes something.
 
-An error is a class. Its methods change one thing of the script; ``expected`` says where the first wrong number is, and
-was written down before any comparison ran. Nothing here knows how traces are taken or compared.
+An error is a class. Its methods change one thing of the script; ``expected`` says where the first
+wrong number is, and was written down before any comparison ran. Nothing here knows how traces are
+taken or compared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Expected:
-    """Where a comparison should say that the error begins. ``ranks``: the bad side's, where one rank alone is wrong."""
+    """Where a comparison should say that the error begins. ``ranks``: the bad side's, where one
+    rank alone is wrong."""
 
     stages: tuple[str, ...]
     places: tuple[str, ...] = ()  # none: the error is in all of them
@@ -93,7 +95,9 @@ class Error:
         self.step = step
         return step, micro, self.rank
 
-    def batch(self, step: int, micro: int, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def batch(
+        self, step: int, micro: int, batch: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         return batch
 
     def last(self, step: int, last: bool) -> bool:

@@ -1,4 +1,5 @@
-"""Errors of a model: its forward pass, its loss, its backward pass, and its parameters' gradients."""
+"""Errors of a model: its forward pass, its loss, its backward pass, and its parameters'
+gradients."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ class NoResidual(Error):
     def model(self, model: Any) -> None:
         layer = model.get_submodule("model.layers.0")
         kept = []
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, words: kept.append(words[0]))
+        layer.post_attention_layernorm.register_forward_pre_hook(
+            lambda _, words: kept.append(words[0])
+        )
         output(layer, lambda value: value - kept.pop())
 
 
@@ -104,7 +107,9 @@ class RankPositions(Error):
         rotary = model.get_submodule("model.rotary_emb")
         forward = rotary.forward
         if self.rank == 1:
-            rotary.forward = lambda x, positions, **named: forward(x, positions + (positions > 5), **named)
+            rotary.forward = lambda x, positions, **named: forward(
+                x, positions + (positions > 5), **named
+            )
 
 
 class Buffer(Error):
@@ -119,7 +124,9 @@ class Buffer(Error):
 class LateBuffer(Buffer):
     """A buffer changes after the first step."""
 
-    expected = Expected(("buffer", "forward"), ("model.rotary_emb.inv_freq", "model.rotary_emb"), step=1)
+    expected = Expected(
+        ("buffer", "forward"), ("model.rotary_emb.inv_freq", "model.rotary_emb"), step=1
+    )
 
     def model(self, model: Any) -> None:
         self.buffer = model.get_submodule("model.rotary_emb").inv_freq
@@ -142,7 +149,8 @@ class InitialWeight(Error):
 
 
 class RankWeight(Error):
-    """One weight, or the part that one rank holds, differs on that rank after the model is wrapped."""
+    """One weight, or the part that one rank holds, differs on that rank after the model is
+    wrapped."""
 
     expected = Expected(("initial weights",), (f"{DOWN}.weight",), ranks=(1,))
     instead = dict.fromkeys((*SHARDED, "tp"), Expected(("initial weights",), (f"{DOWN}.weight",)))
@@ -188,7 +196,9 @@ class LossPrecision(Error):
 
     def model(self, model: Any) -> None:
         def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return F.cross_entropy(logits[:, :-1].half().flatten(0, 1), labels[:, 1:].flatten()).float()
+            return F.cross_entropy(
+                logits[:, :-1].half().flatten(0, 1), labels[:, 1:].flatten()
+            ).float()
 
         model.loss_function = loss
 
@@ -233,10 +243,15 @@ class SkippedBackward(Error):
 class Detached(Error):
     """One layer's attention is detached."""
 
-    expected = Expected(("backward",), ("model.layers.0.self_attn", "model.layers.0.self_attn.o_proj"))
+    expected = Expected(
+        ("backward",), ("model.layers.0.self_attn", "model.layers.0.self_attn.o_proj")
+    )
 
     def model(self, model: Any) -> None:
-        output(model.get_submodule("model.layers.0.self_attn"), lambda value: (value[0].detach(), *value[1:]))
+        output(
+            model.get_submodule("model.layers.0.self_attn"),
+            lambda value: (value[0].detach(), *value[1:]),
+        )
 
 
 class ActivationGradient(Error):
@@ -246,7 +261,10 @@ class ActivationGradient(Error):
     expected = Expected(("backward",), places)
 
     def model(self, model: Any) -> None:
-        output(model.get_submodule("model.layers.1.mlp.act_fn"), lambda value: ScaledGradient.apply(value, 1.01))
+        output(
+            model.get_submodule("model.layers.1.mlp.act_fn"),
+            lambda value: ScaledGradient.apply(value, 1.01),
+        )
 
 
 # --- gradients of parameters
@@ -261,7 +279,9 @@ class ParameterGradient(Error):
     def model(self, model: Any) -> None:
         linear = model.get_submodule(DOWN)
         if self.rank in self.ranks:
-            linear.forward = lambda x: F.linear(x, ScaledGradient.apply(linear.weight, self.factor), linear.bias)
+            linear.forward = lambda x: F.linear(
+                x, ScaledGradient.apply(linear.weight, self.factor), linear.bias
+            )
 
 
 class RankGradient(ParameterGradient):

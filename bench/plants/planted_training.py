@@ -19,38 +19,52 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 class Unreduced(Error):
-    """One parameter's gradient is not reduced; in ZeRO no gradient is, in tensor parallelism a layer's output."""
+    """One parameter's gradient is not reduced; in ZeRO no gradient is, in tensor parallelism a
+    layer's output."""
 
     name = "model.layers.1.mlp.gate_proj.weight"
     expected = Expected(("reduction",), (name,))
     instead = {  # noqa: RUF012
         **dict.fromkeys(ZERO, Expected(("reduction",))),
-        "tp": Expected(("forward",), ("model.layers.0.self_attn.o_proj", "model.layers.0.self_attn")),
+        "tp": Expected(
+            ("forward",), ("model.layers.0.self_attn.o_proj", "model.layers.0.self_attn")
+        ),
     }
 
     def model(self, model: Any) -> None:
         if self.strategy == "ddp":
-            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [self.name])
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                model, [self.name]
+            )
         if self.strategy == "tp":
             from torch.distributed.tensor.parallel import RowwiseParallel
 
-            # Arguments: layouts, whether the output is local, module, output, mesh. The output is this rank's addend.
-            RowwiseParallel._prepare_output_fn = staticmethod(lambda a, b, c, output, mesh: output.to_local())
+            # Arguments: layouts, whether the output is local, module, output, mesh. The output is
+            # this rank's addend.
+            RowwiseParallel._prepare_output_fn = staticmethod(
+                lambda a, b, c, output, mesh: output.to_local()
+            )
 
     def fsdp(self, model: Any) -> dict[str, Any]:
         return {"ignored_states": [parameter(model, self.name)]}
 
     def fsdp2(self, model: Any) -> dict[str, Any]:
-        return {"ignored_params": {each for name, each in model.named_parameters() if name == self.name}}
+        return {
+            "ignored_params": {each for name, each in model.named_parameters() if name == self.name}
+        }
 
     def wrapped(self, module: Any, optimizer: Any) -> None:
         if self.strategy == "zero2":
             average = optimizer.average_tensor
-            optimizer.average_tensor = lambda *words, **named: without_collectives(lambda: average(*words, **named))
+            optimizer.average_tensor = lambda *words, **named: without_collectives(
+                lambda: average(*words, **named)
+            )
         if self.strategy == "zero3":
             from deepspeed.runtime.comm import coalesced_collectives
 
-            coalesced_collectives._torch_reduce_scatter_fn = lambda *_, **__: None  # leaves this rank's own part
+            coalesced_collectives._torch_reduce_scatter_fn = lambda *_, **__: (
+                None
+            )  # leaves this rank's own part
 
 
 def without_collectives(call: Callable[[], Any]) -> Any:
@@ -94,12 +108,14 @@ class UnreducedInput(Error):
 
 
 def summed(values: torch.Tensor) -> Any:
-    """Return the future of a sum over the ranks; this is what a communication hook of DDP returns."""
+    """Return the future of a sum over the ranks; this is what a communication hook of DDP
+    returns."""
     return dist.all_reduce(values, async_op=True).get_future()
 
 
 class Divisor(Error):
-    """Gradients are summed over the ranks, not averaged; in tensor parallelism an output is averaged, not summed."""
+    """Gradients are summed over the ranks, not averaged; in tensor parallelism an output is
+    averaged, not summed."""
 
     expected = Expected(("reduction",))
     instead = {"tp": Unreduced.instead["tp"]}  # noqa: RUF012
@@ -110,7 +126,9 @@ class Divisor(Error):
 
             healthy = RowwiseParallel._prepare_output_fn
             world = self.args.world
-            RowwiseParallel._prepare_output_fn = staticmethod(lambda a, b, c, d, e: healthy(a, b, c, d, e) / world)
+            RowwiseParallel._prepare_output_fn = staticmethod(
+                lambda a, b, c, d, e: healthy(a, b, c, d, e) / world
+            )
 
     def wrapped(self, module: Any, optimizer: Any) -> None:
         if self.strategy == "ddp":
@@ -161,7 +179,9 @@ class ReducedInLowPrecision(Error):
             world = self.args.world
             module.register_comm_hook(
                 None,
-                lambda _, bucket: summed(bucket.buffer().bfloat16() / world).then(lambda done: done.value()[0].float()),
+                lambda _, bucket: summed(bucket.buffer().bfloat16() / world).then(
+                    lambda done: done.value()[0].float()
+                ),
             )
 
 
@@ -228,7 +248,9 @@ class ShiftedLabels(Error):
 
     expected = Expected(("data",))
 
-    def batch(self, step: int, micro: int, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def batch(
+        self, step: int, micro: int, batch: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         return {**batch, "labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]}
 
 
@@ -255,7 +277,9 @@ class OwnNorm(Error):
     def wrapped(self, module: Any, optimizer: Any) -> None:
         if self.strategy in ZERO:
             norm = optimizer.get_grad_norm_direct
-            optimizer.get_grad_norm_direct = lambda *words, **named: without_collectives(lambda: norm(*words, **named))
+            optimizer.get_grad_norm_direct = lambda *words, **named: without_collectives(
+                lambda: norm(*words, **named)
+            )
 
 
 class ClipCoefficient(Error):
@@ -273,7 +297,9 @@ class ClipCoefficient(Error):
     def wrapped(self, module: Any, optimizer: Any) -> None:
         if self.strategy in ZERO:
             unscale = optimizer.unscale_and_clip_grads
-            optimizer.unscale_and_clip_grads = lambda gradients, norm: unscale(gradients, norm / 0.9)
+            optimizer.unscale_and_clip_grads = lambda gradients, norm: unscale(
+                gradients, norm / 0.9
+            )
 
 
 class ClippedTwice(Error):
@@ -302,7 +328,9 @@ class StaleGradient(Error):
 
     name = f"{DOWN}.weight"
     expected = Expected(("gradient before the optimizer",), (name,), step=1)
-    instead = dict.fromkeys(ZERO, Expected(("gradient before the optimizer", "reduction"), (name,), step=1))
+    instead = dict.fromkeys(
+        ZERO, Expected(("gradient before the optimizer", "reduction"), (name,), step=1)
+    )
 
     def wrapped(self, module: Any, optimizer: Any) -> None:
         self.parameter = parameter(module, self.name)
@@ -344,7 +372,12 @@ class OneGroup(Error):
     expected = Expected(("optimizer setting", "update"))
 
     def groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{"params": [each for each in model.parameters() if each.requires_grad], "weight_decay": 0.1}]
+        return [
+            {
+                "params": [each for each in model.parameters() if each.requires_grad],
+                "weight_decay": 0.1,
+            }
+        ]
 
 
 class LearningRate(Error):
@@ -372,7 +405,8 @@ class ResetState(LearningRate):
 
 
 class SkippedStep(Error):
-    """The second step does not update; in ZeRO the optimizer finds an overflow that there is not."""
+    """The second step does not update; in ZeRO the optimizer finds an overflow that there is
+    not."""
 
     expected = Expected(("update",), step=1)
 
@@ -402,4 +436,7 @@ class NotOptimized(Error):
 
     def groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         left_out = parameter(model, self.name)
-        return [{**group, "params": [each for each in group["params"] if each is not left_out]} for group in groups]
+        return [
+            {**group, "params": [each for each in group["params"] if each is not left_out]}
+            for group in groups
+        ]

@@ -1,4 +1,5 @@
-"""Run train.py in ranks that are forked from this process, which has imported torch and the rest once."""
+"""Run train.py in ranks that are forked from this process, which has imported torch and the rest
+once."""
 
 from __future__ import annotations
 
@@ -25,9 +26,14 @@ LIMIT_S = 240.0
 
 # One thread, from the first import on: a process with more cannot be forked.
 os.environ |= {
-    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ class Ran:
 
 
 def preload() -> None:
-    """Import what the ranks need; afterwards this process has one thread, so that it can be forked."""
+    """Import what the ranks need; afterwards this process has one thread, so that it can be
+    forked."""
     sys.path.insert(0, str(WORKER))
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
@@ -54,12 +61,14 @@ def preload() -> None:
             importlib.import_module("preload").preload(PACKAGES)
         finally:
             os.chdir(here)
-    # Else DeepSpeed compiles its own collectives for CPUs (minutes), and leaves a lock behind where it is stopped.
+    # Else DeepSpeed compiles its own collectives for CPUs (minutes), and leaves a lock behind where
+    # it is stopped.
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def launch(words: list[str], world: int, folder: Path, trace: dict[str, str] | None = None) -> Ran:
-    """Run the script in ``world`` ranks; return when all have ended. ``trace``: variables of a traced run.
+    """Run the script in ``world`` ranks; return when all have ended. ``trace``: variables of a
+    traced run.
 
     A run that the folder has already is not repeated.
     """
@@ -71,8 +80,13 @@ def launch(words: list[str], world: int, folder: Path, trace: dict[str, str] | N
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port), **(trace or {})}  # fmt: skip
+    environment = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **(trace or {}),
+    }
     if world == 1:
         environment = dict(trace or {})
     before = os.times()
@@ -90,14 +104,18 @@ def launch(words: list[str], world: int, folder: Path, trace: dict[str, str] | N
         codes,
         [json.loads(each.read_text()) if each.exists() else None for each in results],
         after.children_user + after.children_system - before.children_user - before.children_system,
-        "\n".join((folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:] for rank in range(world)),
+        "\n".join(
+            (folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
+            for rank in range(world)
+        ),
     )
     saved.write_text(json.dumps({"launched": launched, "ran": asdict(ran)}))
     return ran
 
 
 def wait(ranks: list[int]) -> list[int]:
-    """Return the ranks' exit codes. When one fails the others have 5 seconds, or until the limit."""
+    """Return the ranks' exit codes. When one fails the others have 5 seconds, or until the
+    limit."""
     limit, codes = time.monotonic() + LIMIT_S, dict.fromkeys(ranks, None)
     while None in codes.values():
         for pid in [pid for pid, code in codes.items() if code is None]:
@@ -113,7 +131,9 @@ def wait(ranks: list[int]) -> list[int]:
     return [code for code in codes.values() if code is not None]
 
 
-def run_rank(words: list[str], rank: int, world: int, folder: Path, environment: dict[str, str]) -> NoReturn:
+def run_rank(
+    words: list[str], rank: int, world: int, folder: Path, environment: dict[str, str]
+) -> NoReturn:
     code, tracer = 1, None
     try:
         log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -125,7 +145,9 @@ def run_rank(words: list[str], rank: int, world: int, folder: Path, environment:
         sys.modules["numpy"].random.seed(0)
         sys.argv = [str(SCRIPT), *words, "--out", str(folder / "result")]
         sys.path.insert(0, str(SCRIPT.parent))
-        if "REPRO_TRACE" in environment:  # as hooks/sitecustomize.py does it, where the import of torch is the script's
+        if (
+            "REPRO_TRACE" in environment
+        ):  # as hooks/sitecustomize.py does it, where the import of torch is the script's
             sys.path.insert(0, str(WORKER))
             tracer = importlib.import_module("tracer")
             sys.path.remove(str(WORKER))

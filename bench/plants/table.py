@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
-STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "tp": "TP"}
+STRATEGIES = {
+    "ddp": "DDP",
+    "fsdp": "FSDP",
+    "fsdp2": "FSDP2",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "tp": "TP",
+}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "planted-errors.md"
 INTRODUCTION = """\
 # Planted errors
@@ -41,16 +48,22 @@ def totals(rows: list[Json], healthy: list[Json]) -> str:
     right = sum(row["right"] for row in counted)
     verdicts = Counter(row["verdict"] for row in healthy)
     return (
-        f"{right} of {len(counted)} planted errors are named right, of {len({row['kind'] for row in counted})} kinds. "
-        f"In {len(healthy)} trainings without an error there are {verdicts['differs']} false alarms and "
-        f"{verdicts['inconclusive']} inconclusive answers."
+        f"{right} of {len(counted)} planted errors are named right, of"
+        f" {len({row['kind'] for row in counted})} kinds. In {len(healthy)} trainings without an"
+        f" error there are {verdicts['differs']} false alarms and {verdicts['inconclusive']}"
+        " inconclusive answers."
     )
 
 
 def page(measured: Json) -> str:
     """Return the documentation's page. ``measured``: bench/plants.json."""
     rows, healthy = measured["planted"], measured["healthy"]
-    parts = [INTRODUCTION, f"**{totals(rows, healthy)}**\n", "## By kind and strategy\n", _table(rows)]
+    parts = [
+        INTRODUCTION,
+        f"**{totals(rows, healthy)}**\n",
+        "## By kind and strategy\n",
+        _table(rows),
+    ]
     wrong = [row for row in rows if "answer" in row and not row["right"]]
     if wrong:
         parts += ["## Wrong answers\n", "".join(_wrong(row) for row in wrong)]
@@ -59,8 +72,15 @@ def page(measured: Json) -> str:
         if "cannot" in row or "answer" not in row:
             reason = row.get("cannot", "it has no effect on the training")
             cannot.setdefault((row["kind"], reason), []).append(STRATEGIES[row["strategy"]])
-    lines = [f"- `{kind}`, {', '.join(names)}: {reason}\n" for (kind, reason), names in cannot.items()]
-    parts += ["## What cannot be planted\n", "".join(lines), "## Trainings without an error\n", _healthy(healthy)]
+    lines = [
+        f"- `{kind}`, {', '.join(names)}: {reason}\n" for (kind, reason), names in cannot.items()
+    ]
+    parts += [
+        "## What cannot be planted\n",
+        "".join(lines),
+        "## Trainings without an error\n",
+        _healthy(healthy),
+    ]
     return "\n".join(parts)
 
 
@@ -68,7 +88,10 @@ def _table(rows: list[Json]) -> str:
     cells: dict[str, dict[str, Json]] = {}
     for row in rows:
         cells.setdefault(row["kind"], {})[row["strategy"]] = row
-    lines = [["kind", "what is wrong", "where it begins", *STRATEGIES.values()], ["---"] * (3 + len(STRATEGIES))]
+    lines = [
+        ["kind", "what is wrong", "where it begins", *STRATEGIES.values()],
+        ["---"] * (3 + len(STRATEGIES)),
+    ]
     for kind, by_strategy in cells.items():
         first = next(row for row in by_strategy.values() if "expected" in row)
         verdicts = [_cell(by_strategy.get(strategy, {})) for strategy in STRATEGIES]
@@ -89,13 +112,23 @@ def _expected(expected: Json) -> str:
 def _wrong(row: Json) -> str:
     expected = _expected(row["expected"]).replace("<br>", " ")
     return (
-        f"- `{row['kind']}`, {STRATEGIES[row['strategy']]}. Expected: {expected}. Answer: {row['answer']['sentence']}\n"
+        f"- `{row['kind']}`, {STRATEGIES[row['strategy']]}. Expected: {expected}. Answer:"
+        f" {row['answer']['sentence']}\n"
     )
 
 
 LOOPS = {"trainer": "transformers' Trainer", "--lora": "LoRA", "bfloat16": "weights in bfloat16"}
-HEALTHY = ("strategy", "training", "runs", "4 ranks", "accumulation", "checkpointing", "false alarms", "inconclusive",
-           "largest difference / tolerance")  # fmt: skip
+HEALTHY = (
+    "strategy",
+    "training",
+    "runs",
+    "4 ranks",
+    "accumulation",
+    "checkpointing",
+    "false alarms",
+    "inconclusive",
+    "largest difference / tolerance",
+)
 
 
 def _healthy(rows: list[Json]) -> str:
@@ -107,10 +140,20 @@ def _healthy(rows: list[Json]) -> str:
         kinds.setdefault((STRATEGIES[words[words.index("--strategy") + 1]], loop), []).append(row)
     lines = [HEALTHY, ["---"] * len(HEALTHY)]
     for kind, group in sorted(kinds.items()):
-        flags = [(row["world"] == 4, "--accumulate" in row["words"], "--checkpointing" in row["words"],
-                  row["verdict"] == "differs", row["verdict"] == "inconclusive") for row in group]  # fmt: skip
+        flags = [
+            (
+                row["world"] == 4,
+                "--accumulate" in row["words"],
+                "--checkpointing" in row["words"],
+                row["verdict"] == "differs",
+                row["verdict"] == "inconclusive",
+            )
+            for row in group
+        ]
         largest = max(row["largest"] or 0 for row in group)
-        lines.append([*kind, str(len(group)), *(str(sum(each)) for each in zip(*flags)), f"{largest:.2f}"])
+        lines.append(
+            [*kind, str(len(group)), *(str(sum(each)) for each in zip(*flags)), f"{largest:.2f}"]
+        )
     return "".join(f"| {' | '.join(each)} |\n" for each in lines)
 
 

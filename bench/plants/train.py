@@ -1,9 +1,12 @@
-"""Train a tiny language model as users do: torch and transformers, AdamW, clipping, one of seven strategies.
+"""Train a tiny language model as users do: torch and transformers, AdamW, clipping, one of seven
+strategies.
 
     torchrun --nproc-per-node 2 bench/plants/train.py --strategy fsdp2 --accumulate 2
 
-Every step uses eight samples, whatever the number of ranks and micro-batches: the numbers agree with one process.
-``--error NAME`` plants an error (planted.py). The last line that a rank prints is what its training computed, as JSON.
+Every step uses eight samples, whatever the number of ranks and micro-batches: the numbers agree
+with one process.
+``--error NAME`` plants an error (planted.py). The last line that a rank prints is what its training
+computed, as JSON.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ from torch import nn
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
 SAMPLES, VOCABULARY, LENGTH, MAX_NORM = 8, 128, 12, 0.5
 SIZES = {
-    "vocab_size": VOCABULARY, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "max_position_embeddings": 64, "initializer_range": 0.1,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -48,27 +55,47 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--error", default="none")
     parser.add_argument("--out")
     arguments = parser.parse_args(words)
-    arguments.rank, arguments.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    arguments.rank, arguments.world = (
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )
     return arguments
 
 
 def build(args: argparse.Namespace, error: Error) -> nn.Module:
-    sizes = {**SIZES, "num_hidden_layers": args.layers, "hidden_size": args.hidden, "tie_word_embeddings": args.tied}
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": args.layers,
+        "hidden_size": args.hidden,
+        "tie_word_embeddings": args.tied,
+    }
     if args.model == "qwen3":
         sizes |= {"head_dim": 4}
     if args.model == "gpt2":
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = {"vocab_size": VOCABULARY, "n_embd": args.hidden, "n_layer": args.layers, "n_head": 4, **no_dropout}
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "n_embd": args.hidden,
+            "n_layer": args.layers,
+            "n_head": 4,
+            **no_dropout,
+        }
     config = transformers.AutoConfig.for_model(args.model, **sizes)
     config.use_cache = False
     error.config(config)
     torch.manual_seed(args.seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, torch_dtype=getattr(torch, args.dtype))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, torch_dtype=getattr(torch, args.dtype)
+    )
     if args.lora:
         import peft
 
-        modules = ["c_attn", "c_proj"] if args.model == "gpt2" else ["q_proj", "v_proj", "down_proj"]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
+        modules = (
+            ["c_attn", "c_proj"] if args.model == "gpt2" else ["q_proj", "v_proj", "down_proj"]
+        )
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+        )
         model.to(getattr(torch, args.dtype))
     if args.checkpointing != "none":
         model.gradient_checkpointing_enable({"use_reentrant": args.checkpointing == "reentrant"})
@@ -91,9 +118,14 @@ def wrap(args: argparse.Namespace, model: nn.Module, error: Error) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(each) for each in layers(model)})
+        policy = partial(
+            transformer_auto_wrap_policy,
+            transformer_layer_cls={type(each) for each in layers(model)},
+        )
         cpu = torch.device("cpu")
-        return FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu, **error.fsdp(model))
+        return FSDP(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu, **error.fsdp(model)
+        )
     if args.strategy == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -101,20 +133,34 @@ def wrap(args: argparse.Namespace, model: nn.Module, error: Error) -> nn.Module:
         for module in [*layers(model), model]:
             fully_shard(module, mesh=mesh, **error.fsdp2(model))
     if args.strategy == "tp":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
-        columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+        columns, rows = (
+            ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+            ("o_proj", "down_proj"),
+        )
         mesh = dist.init_device_mesh("cpu", (args.world,))
         styles = {**dict.fromkeys(columns, ColwiseParallel), **dict.fromkeys(rows, RowwiseParallel)}
-        plan = {name: styles[name.rpartition(".")[2]]() for name, _ in model.named_modules()
-                if name.rpartition(".")[2] in styles}  # fmt: skip
+        plan = {
+            name: styles[name.rpartition(".")[2]]()
+            for name, _ in model.named_modules()
+            if name.rpartition(".")[2] in styles
+        }
         parallelize_module(model, mesh, plan)
     return model
 
 
 def optimizer_of(model: nn.Module, error: Error) -> torch.optim.Optimizer:
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    decayed = [each for name, each in named if "norm" not in name and "ln_" not in name and not name.endswith("bias")]
+    decayed = [
+        each
+        for name, each in named
+        if "norm" not in name and "ln_" not in name and not name.endswith("bias")
+    ]
     rest = [each for _, each in named if not any(each is other for other in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in error.groups(model, groups) if group["params"]]
@@ -131,12 +177,16 @@ def engine_of(args: argparse.Namespace, model: nn.Module, error: Error) -> Any:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": int(args.strategy[-1]), "reduce_bucket_size": 4000, "stage3_param_persistence_threshold": 0,
+            "stage": int(args.strategy[-1]),
+            "reduce_bucket_size": 4000,
+            "stage3_param_persistence_threshold": 0,
         },
         **error.deepspeed,
-    }  # fmt: skip
+    }
     optimizer = optimizer_of(model, error)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )[0]
 
 
 def rows(args: argparse.Namespace) -> list[torch.Tensor]:
@@ -145,8 +195,11 @@ def rows(args: argparse.Namespace) -> list[torch.Tensor]:
     return list(torch.randint(1, VOCABULARY, (args.steps * SAMPLES, LENGTH), generator=generator))
 
 
-def micro_batch(args: argparse.Namespace, samples: list[torch.Tensor], step: int, micro: int, rank: int) -> Any:
-    """Return a rank's part of the step's samples; with tensor parallelism every rank has all of them."""
+def micro_batch(
+    args: argparse.Namespace, samples: list[torch.Tensor], step: int, micro: int, rank: int
+) -> Any:
+    """Return a rank's part of the step's samples; with tensor parallelism every rank has all of
+    them."""
     parts, part = args.accumulate * args.world, micro * args.world + rank
     if args.strategy in ("single", "tp"):
         parts, part = args.accumulate, micro
@@ -161,7 +214,11 @@ def synchronized(args: argparse.Namespace, module: Any, last: bool) -> Iterator[
     """Reduce gradients in the last micro-batch only."""
     if args.strategy == "fsdp2":
         module.set_requires_gradient_sync(last)
-    with module.no_sync() if args.strategy in ("ddp", "fsdp") and not last else contextlib.nullcontext():
+    with (
+        module.no_sync()
+        if args.strategy in ("ddp", "fsdp") and not last
+        else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -169,7 +226,10 @@ def clip_tensor_parallel(model: nn.Module) -> float:
     """Clip gradients of which some are sharded: torch's function refuses the mixture."""
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     squares = [each.norm() ** 2 for each in gradients]
-    total = sum(float(each.full_tensor() if hasattr(each, "full_tensor") else each) for each in squares) ** 0.5
+    total = (
+        sum(float(each.full_tensor() if hasattr(each, "full_tensor") else each) for each in squares)
+        ** 0.5
+    )
     for each in gradients:
         each.mul_(min(1.0, MAX_NORM / (total + 1e-6)))
     return total
@@ -199,7 +259,9 @@ def train(args: argparse.Namespace, error: Error) -> dict[str, Any]:
     losses, norms, samples = [], [], rows(args)
     for step in range(args.steps):
         for micro in range(args.accumulate):
-            batch = error.batch(step, micro, micro_batch(args, samples, *error.position(step, micro)))
+            batch = error.batch(
+                step, micro, micro_batch(args, samples, *error.position(step, micro))
+            )
             with synchronized(args, module, error.last(step, micro == args.accumulate - 1)):
                 loss = error.loss(step, micro, module(**batch).loss)
                 losses.append(float(loss.detach()))
@@ -212,7 +274,11 @@ def train(args: argparse.Namespace, error: Error) -> dict[str, Any]:
             if engine:
                 error.before_step(step, micro)
                 engine.step()
-                norms += [float(engine.get_global_grad_norm() or 0)] if micro == args.accumulate - 1 else []
+                norms += (
+                    [float(engine.get_global_grad_norm() or 0)]
+                    if micro == args.accumulate - 1
+                    else []
+                )
         if not engine:
             error.before_clip(step)
             norms.append(error.clip(step, module, partial(clip, args, module)))
@@ -225,20 +291,44 @@ def train(args: argparse.Namespace, error: Error) -> dict[str, Any]:
 
 
 def train_with_trainer(args: argparse.Namespace, error: Error) -> dict[str, Any]:
-    model = build(args, error)  # before the arguments: with ZeRO-3 these change how a model is initialized
+    model = build(
+        args, error
+    )  # before the arguments: with ZeRO-3 these change how a model is initialized
     data = [{"input_ids": each, "labels": each} for each in rows(args)]
     per_rank = SAMPLES // args.world // args.accumulate
-    zero = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": int(args.strategy[-1]), "stage3_param_persistence_threshold": 0},
-    } if args.strategy.startswith("zero") else None  # fmt: skip
+    zero = (
+        {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": int(args.strategy[-1]),
+                "stage3_param_persistence_threshold": 0,
+            },
+        }
+        if args.strategy.startswith("zero")
+        else None
+    )
     arguments = transformers.TrainingArguments(
-        output_dir=f"{args.out or '.'}.trainer", max_steps=args.steps, per_device_train_batch_size=per_rank,
-        gradient_accumulation_steps=args.accumulate, learning_rate=1e-3, max_grad_norm=MAX_NORM, seed=args.seed,
-        optim="adamw_torch", deepspeed=zero, use_cpu=True, ddp_backend="gloo" if args.world > 1 else None, report_to=[],
-        save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=f"{args.out or '.'}.trainer",
+        max_steps=args.steps,
+        per_device_train_batch_size=per_rank,
+        gradient_accumulation_steps=args.accumulate,
+        learning_rate=1e-3,
+        max_grad_norm=MAX_NORM,
+        seed=args.seed,
+        optim="adamw_torch",
+        deepspeed=zero,
+        use_cpu=True,
+        ddp_backend="gloo" if args.world > 1 else None,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
     trainer.train()
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]

@@ -58,8 +58,8 @@ def suggestion(word: str, choices: Iterable[str]) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near one where they are
-    many: forty names behind it hide it."""
+    """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near
+    one where they are many: forty names behind it hide it."""
     known = sorted(set(choices))
     hint = suggestion(word, known)
     if hint and len(known) > FEW:
@@ -69,13 +69,17 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def _stem(word: str) -> str:
-    """Without what it has in common with any other of its kind: two dashes, or .py, make no name near another."""
+    """Without what it has in common with any other of its kind: two dashes, or .py, make no name
+    near another."""
     text = word.lstrip("-")
-    return next((text[: -len(kind)] for kind in FILES if text.endswith(kind) and text != kind), text)
+    return next(
+        (text[: -len(kind)] for kind in FILES if text.endswith(kind) and text != kind), text
+    )
 
 
 class Options(dict[str, V]):
-    """Options by name, and those whose file is wrong, each with what is wrong with it. ``unknown`` tells it of them."""
+    """Options by name, and those whose file is wrong, each with what is wrong with it. ``unknown``
+    tells it of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,31 +87,51 @@ class Options(dict[str, V]):
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as it is written in YAML and on the command line: ``null``, ``false``, ``text``."""
+    """Return a value as it is written in YAML and on the command line: ``null``, ``false``,
+    ``text``."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:
     left_out = choices.left_out if isinstance(choices, Options) else {}
-    wrong = next((why for name, why in left_out.items() if name == word or fnmatchcase(name, word)), None)
+    wrong = next(
+        (why for name, why in left_out.items() if name == word or fnmatchcase(name, word)), None
+    )
     if wrong:
-        return ConfigError(f"{where}: needs {what} {word!r}, which is left out: {wrong}" if where else str(wrong))
-    return ConfigError(f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}")
+        return ConfigError(
+            f"{where}: needs {what} {word!r}, which is left out: {wrong}" if where else str(wrong)
+        )
+    return ConfigError(
+        f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}"
+    )
 
 
-def describe_validation(error: ValidationError, model: type[BaseModel], path: Path | str) -> ConfigError:
+def describe_validation(
+    error: ValidationError, model: type[BaseModel], path: Path | str
+) -> ConfigError:
     """pydantic's complaints as lines `file: key: what is wrong; did you mean ...`."""
     lines = []
-    for item in sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden"):  # a typo explains the rest
+    for item in sorted(
+        error.errors(), key=lambda item: item["type"] != "extra_forbidden"
+    ):  # a typo explains the rest
         location = [str(part) for part in item["loc"]]
         key = ".".join(location) or "(the whole file)"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{path}: unknown key {key!r}{nearest(location[-1], _fields_at(model, item['loc'][:-1]))}")
+            lines.append(
+                f"{path}: unknown key"
+                f" {key!r}{nearest(location[-1], _fields_at(model, item['loc'][:-1]))}"
+            )
         elif item["type"] == "missing":
             lines.append(f"{path}: key {key!r} is missing{_choices_at(model, item['loc'])}")
         elif item["type"] == "literal_error":
-            expected = [part.strip(" '") for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")]
-            lines.append(f"{path}: {key}: {item['input']!r} is not valid{nearest(str(item['input']), expected)}")
+            expected = [
+                part.strip(" '")
+                for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")
+            ]
+            lines.append(
+                f"{path}: {key}: {item['input']!r} is not"
+                f" valid{nearest(str(item['input']), expected)}"
+            )
         else:
             message = item["msg"].removeprefix("Value error, ")
             given = item["input"]
@@ -117,7 +141,8 @@ def describe_validation(error: ValidationError, model: type[BaseModel], path: Pa
 
 
 def _fields_at(model: Any, location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
-    """Return the keys that are valid at a place in a model: follow fields, and the items of lists and mappings."""
+    """Return the keys that are valid at a place in a model: follow fields, and the items of lists
+    and mappings."""
     found = _model_of(model)
     for part in map(str, location):
         if found and part in found.model_fields:  # else: an index of a list, or a key of a mapping
@@ -132,6 +157,13 @@ def _choices_at(model: Any, location: tuple[int | str, ...]) -> str:
 
 
 def _model_of(kind: Any) -> type[BaseModel] | None:
-    """Return a type that is a model, or the first model among the items of a container or a union."""
+    """Return a type that is a model, or the first model among the items of a container or a
+    union."""
     inner = map(_model_of, get_args(kind))
-    return next(filter(None, inner), None) if get_args(kind) else kind if hasattr(kind, "model_fields") else None
+    return (
+        next(filter(None, inner), None)
+        if get_args(kind)
+        else kind
+        if hasattr(kind, "model_fields")
+        else None
+    )

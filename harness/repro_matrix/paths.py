@@ -1,4 +1,5 @@
-"""Where shipped files and a user's state lie, and how files are replaced. Folders of results: config/project.py."""
+"""Where shipped files and a user's state lie, and how files are replaced. Folders of results:
+config/project.py."""
 
 from __future__ import annotations
 
@@ -19,25 +20,32 @@ BASELINE = RESULTS / "baseline"
 EXPECTED = RESULTS / "expected"
 
 
-CONFIG_PATH = "REPRO_CONFIG_PATH"  # further folders of groups, as --config-dir and hydra.searchpath name them
+CONFIG_PATH = (  # further folders of groups, as --config-dir and hydra.searchpath name them
+    "REPRO_CONFIG_PATH"
+)
 
 
 def cache_dir() -> Path:
-    """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE`` overrides).
+    """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE``
+    overrides).
 
-    Raises PermissionError: the user has no home folder (a container's user without a name, without HOME).
+    Raises PermissionError: the user has no home folder (a container's user without a name, without
+    HOME).
     """
     base = os.environ.get("REPRO_CACHE")
     if base:
         return Path(base)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
-        raise PermissionError(errno.EACCES, "no home folder is known: set HOME, or REPRO_CACHE", home)
+        raise PermissionError(
+            errno.EACCES, "no home folder is known: set HOME, or REPRO_CACHE", home
+        )
     return Path(home) / "repro-matrix"
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """Another one whenever the file was changed: what a cache of its content is keyed by. () where there is none."""
+    """Another one whenever the file was changed: what a cache of its content is keyed by. () where
+    there is none."""
     try:
         info = path.stat()
     except OSError:
@@ -61,7 +69,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file in one step; of a link the file that it leads to.
 
-    What is no file (a device, a pipe) is written to: as root a rename would put a file in the place of /dev/null.
+    What is no file (a device, a pipe) is written to: as root a rename would put a file in the place
+    of /dev/null.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content)

@@ -1,12 +1,15 @@
-"""The cells of a selection as tests of pytest: every fix of every cell, and every control (pytest_plugin.py).
+"""The cells of a selection as tests of pytest: every fix of every cell, and every control
+(pytest_plugin.py).
 
     repro::<case>::<model>/<strategy>::<variant>
 
--k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored, because the run itself
-measures attempts side by side. A test passes when its verdict is as expected (or nothing is expected yet, it was
-measured, and no documented fix fails), fails with the difference otherwise, and is skipped with its reason. A fix that
-is expected to fail is xfail, and strictly so: that it works is a failure. An invalid file of the selection is a test
-that fails, and a run in which all tests were skipped ends with 5.
+-k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored,
+because the run itself
+measures attempts side by side. A test passes when its verdict is as expected (or nothing is
+expected yet, it was measured, and no documented fix fails), fails with the difference otherwise,
+and is skipped with its reason. A fix that is expected to fail is xfail, and strictly so: that it
+works is a failure. An invalid file of the selection is a test that fails, and a run in which all
+tests were skipped ends with 5.
 """
 
 from __future__ import annotations
@@ -43,12 +46,15 @@ MARKS = {
     "simulated": "device placement without a GPU",
 }
 Place = tuple[str, str, str]  # of a plan: hardware, stack, cell
-Result = tuple[Row, str]  # a variant, and why the run does not end with 0 although its verdict is as expected
+Result = tuple[
+    Row, str
+]  # a variant, and why the run does not end with 0 although its verdict is as expected
 
 
 @dataclass
 class Measurement:
-    """One run for all tests: it begins with the first test that needs a result, in a thread, and ends with them."""
+    """One run for all tests: it begins with the first test that needs a result, in a thread, and
+    ends with them."""
 
     prepared: Session
     texts: list[str]
@@ -60,7 +66,8 @@ class Measurement:
     _thread: threading.Thread | None = None
 
     def results(self, place: Place) -> list[Result]:
-        """Return the results of a cell once it is measured. Raises ReproError: the run ended without it."""
+        """Return the results of a cell once it is measured. Raises ReproError: the run ended
+        without it."""
         if self._thread is None:
             self._results = {each: Future() for each in self.wanted}
             self._thread = threading.Thread(target=self._run, name="repro", daemon=True)
@@ -79,11 +86,18 @@ class Measurement:
             # Of a failure the first variant is the unfixed one, without which there is no verdict.
             chosen = {plan.variants[0].variant, *self.wanted.get(place_of(plan), ())}
             if place_of(plan) in self.wanted:
-                plans.append(replace(plan, variants=tuple(each for each in plan.variants if each.variant in chosen)))
+                plans.append(
+                    replace(
+                        plan,
+                        variants=tuple(each for each in plan.variants if each.variant in chosen),
+                    )
+                )
         try:
             run = replace(self.prepared, plans=plans, settings=self.prepared.settings.model_copy())
             with workspace.folder(run, self.texts) as finish:
-                summary = workspace.execute(run, self._take, self._stop, on_warning=self.notes.append)
+                summary = workspace.execute(
+                    run, self._take, self._stop, on_warning=self.notes.append
+                )
                 finish(summary)
             problem: BaseException = summary.problem or MeasureError("the run was ended")
         except BaseException as error:  # noqa: BLE001 - the tests would wait for ever
@@ -106,14 +120,17 @@ def place_of(plan: CellPlan) -> Place:
 def results_of(
     document: Document, cases: Mapping[str, Case], entries: Sequence[Quarantine], today: date
 ) -> list[Result]:
-    """Return the row of each variant of a cell, and why a run would end with an error although the verdict is as
-    expected ("" where there is nothing)."""
+    """Return the row of each variant of a cell, and why a run would end with an error although the
+    verdict is as expected ("" where there is nothing)."""
     rows = quarantine.mark_rows(rows_of(document, cases), entries, today)
     found = []
     for row in rows:
         problems = quarantine.expired([row], entries, today)
         lost = [each for each in (rows[0], row) if each.lost_attempts > 0]
-        problems += [f"{counted(each.lost_attempts, 'attempt')} of {each.variant} gave no answer" for each in lost]
+        problems += [
+            f"{counted(each.lost_attempts, 'attempt')} of {each.variant} gave no answer"
+            for each in lost
+        ]
         problems += [row.reason] if row.unseen else []
         found.append((row, "; ".join(dict.fromkeys(problems))))
     return found
@@ -159,7 +176,8 @@ class VariantItem(pytest.Item):
             pytest.fail("\n".join(filter(None, (wrong, text, expected, manually))), pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        # The space: pytest would write the dots of what a node id ends with (qwen1.5) as ::, in each line of -v.
+        # The space: pytest would write the dots of what a node id ends with (qwen1.5) as ::, in
+        # each line of -v.
         return self.path, None, self.nodeid.partition("::")[2] + " "
 
 
@@ -167,7 +185,8 @@ class Cells:
     """What pytest registers for one run with --repro."""
 
     def __init__(self, config: pytest.Config, given: str) -> None:
-        """Prepare the run: everything that can be wrong with the selection is found here, as pytest.UsageError."""
+        """Prepare the run: everything that can be wrong with the selection is found here, as
+        pytest.UsageError."""
         for name, text in MARKS.items():
             config.addinivalue_line("markers", f"{name}: {text}")
         config.args = []  # only the cells: a project's own tests are another command
@@ -176,7 +195,9 @@ class Cells:
         try:
             texts = shlex.split(given)
             if not texts:  # a variable that is not set, which would be the whole catalogue
-                raise pytest.UsageError("--repro: nothing is selected; --repro 'case=*' is every case")
+                raise pytest.UsageError(
+                    "--repro: nothing is selected; --repro 'case=*' is every case"
+                )
             prepared, entries = sessions.prepare(texts), quarantine.read()
             quarantine.check(entries, prepared.catalogue)
         except ValueError as error:  # an open quote
@@ -186,14 +207,17 @@ class Cells:
         self.measurement = Measurement(prepared, texts, entries)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> None:
         prepared = self.measurement.prepared
         top = Group.from_parent(session, name="repro", nodeid="repro")
         cases: dict[str, Group] = {}
         for plan in prepared.plans:
             cell, known = plan.cell, prepared.catalogue.cases[plan.cell.case]
             parent = cases.setdefault(cell.case, Group.from_parent(top, name=cell.case))
-            # Named alike whatever else is selected; what is usual (stack current, the first profile) is left out.
+            # Named alike whatever else is selected; what is usual (stack current, the first
+            # profile) is left out.
             name = cell.where
             name += f"@{cell.stack}" if cell.stack != "current" else ""
             name += f"#{cell.hardware}" if cell.hardware != prepared.profile.name else ""
@@ -210,7 +234,9 @@ class Cells:
             item.left_out = text
             items.append(item)
         # Counted as what pytest collects itself is: else what -k leaves out is taken from nothing.
-        session.ihook.pytest_collectreport(report=pytest.CollectReport("repro", "passed", None, [*items]))
+        session.ihook.pytest_collectreport(
+            report=pytest.CollectReport("repro", "passed", None, [*items])
+        )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Measure what is selected, and nothing that was deselected."""
@@ -220,14 +246,21 @@ class Cells:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """End the run; tests that were all skipped are no green run: it ends as one without tests."""
+        """End the run; tests that were all skipped are no green run: it ends as one without
+        tests."""
         self.measurement.close()
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is None or session.exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
+        if (
+            terminal is None
+            or session.exitstatus != pytest.ExitCode.OK
+            or session.config.option.collectonly
+        ):
             return
         if not any(terminal.stats.get(kind) for kind in ("passed", "xfailed")):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
-            self.measurement.notes.append("nothing was measured: every test was skipped (exit code 5)")
+            self.measurement.notes.append(
+                "nothing was measured: every test was skipped (exit code 5)"
+            )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for text in dict.fromkeys(self.measurement.notes):

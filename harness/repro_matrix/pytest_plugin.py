@@ -1,6 +1,8 @@
-"""The pytest plugin: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test (pytest_cells.py).
+"""The pytest plugin: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test
+(pytest_cells.py).
 
-It is loaded in every run of pytest where repro-matrix is installed: what it needs is imported with the option.
+It is loaded in every run of pytest where repro-matrix is installed: what it needs is imported with
+the option.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--repro", metavar="OVERRIDES", help="run the matrix's cells as tests: 'case=qwen15-* repeat=1'")
+    parser.addoption(
+        "--repro",
+        metavar="OVERRIDES",
+        help="run the matrix's cells as tests: 'case=qwen15-* repeat=1'",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

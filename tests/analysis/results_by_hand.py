@@ -15,11 +15,21 @@ from repro_matrix.analysis.inputs import VariantResult
 SETTINGS: dict[str, Any] = {"model": {"slug": "m"}, "flags": {}, "strategy": {}, "steps": 1}
 
 
-def variant(outcome: str = "passed", n: int = 3, *failure_ids: str, **changes: Any) -> VariantResult:
+def variant(
+    outcome: str = "passed", n: int = 3, *failure_ids: str, **changes: Any
+) -> VariantResult:
     row = VariantResult(
-        "c", "c/m", "", ("model=m",), "cpu", "now", started=1.0, kinds={outcome: n}, failure_ids=failure_ids,
+        "c",
+        "c/m",
+        "",
+        ("model=m",),
+        "cpu",
+        "now",
+        started=1.0,
+        kinds={outcome: n},
+        failure_ids=failure_ids,
         text="text" if failure_ids else "",
-    )  # fmt: skip
+    )
     return replace(row, **changes)
 
 
@@ -39,24 +49,36 @@ SKIPPED = variant(kinds={}, skipped="needs 2 GPUs")
 def _variants(draw: Any) -> VariantResult:
     outcomes = st.sampled_from(["reproduced", "passed", "other_failure", "hang"])
     kinds = draw(st.dictionaries(outcomes, st.integers(1, 3), max_size=2))
-    failures = draw(st.sets(st.sampled_from(["c/norm", "ValueError in torch.f", "check logits"]), max_size=2))
+    failures = draw(
+        st.sets(st.sampled_from(["c/norm", "ValueError in torch.f", "check logits"]), max_size=2)
+    )
     return variant(
-        kinds=kinds, failure_ids=tuple(sorted(failures)) if kinds else (),
+        kinds=kinds,
+        failure_ids=tuple(sorted(failures)) if kinds else (),
         verdict=draw(st.sampled_from([None, "FIXED", "NOT_FIXED", "NOT_REPRODUCED", "FLAKY"])),
         text=draw(st.sampled_from(["", "one text", "another"])),
         settings=draw(st.sampled_from([{}, SETTINGS, {**SETTINGS, "steps": 2}])),
-    )  # fmt: skip
+    )
 
 
 _PLACES = [st.sampled_from(each) for each in ("cd", "mn", ("cpu", "gpu1"), ("now", "old"))]
-_VARIANTS = st.dictionaries(st.sampled_from(["unfixed", "fix", "control"]), _variants(), min_size=1, max_size=2)
+_VARIANTS = st.dictionaries(
+    st.sampled_from(["unfixed", "fix", "control"]), _variants(), min_size=1, max_size=2
+)
 
 
 @st.composite
 def _sides(draw: Any) -> list[VariantResult]:
     rows = []
-    for case, model, hardware, stack in draw(st.lists(st.tuples(*_PLACES), max_size=5, unique=True)):
-        place = {"case": case, "key": f"{case}/{model}", "axes": (f"model={model}",), "hardware": hardware}
+    for case, model, hardware, stack in draw(
+        st.lists(st.tuples(*_PLACES), max_size=5, unique=True)
+    ):
+        place = {
+            "case": case,
+            "key": f"{case}/{model}",
+            "axes": (f"model={model}",),
+            "hardware": hardware,
+        }
         rows += cell(draw(_VARIANTS), stack=stack, **place)
     return rows
 

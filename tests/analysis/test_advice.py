@@ -11,14 +11,23 @@ CASE = catalog.load().cases["ddp-ready-once"]
 OLD, NEW = {"torch": "2.2.2"}, {"torch": "2.13.0+cpu"}
 RANGES = [
     Expectation(
-        versions={"torch": ">=2.2,<2.3"}, measured_at=[OLD], reason="r",
-        verdicts={"non-reentrant": "FIXED", "static-graph": "NOT_FIXED", "fsdp": "FIXED", "bucket-view": "NOT_FIXED"},
+        versions={"torch": ">=2.2,<2.3"},
+        measured_at=[OLD],
+        reason="r",
+        verdicts={
+            "non-reentrant": "FIXED",
+            "static-graph": "NOT_FIXED",
+            "fsdp": "FIXED",
+            "bucket-view": "NOT_FIXED",
+        },
     ),
     Expectation(
-        versions={"torch": ">=2.13,<2.14"}, measured_at=[NEW], reason="r",
+        versions={"torch": ">=2.13,<2.14"},
+        measured_at=[NEW],
+        reason="r",
         verdicts={"non-reentrant": "NOT_REPRODUCED", "static-graph": "NOT_REPRODUCED"},
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +40,9 @@ RANGES = [
         ({"numpy": "1.26"}, False, False),
     ],
 )
-def test_advice_is_of_releases_in_which_the_failure_exists(versions: dict[str, str], fits: bool, absent: bool) -> None:
+def test_advice_is_of_releases_in_which_the_failure_exists(
+    versions: dict[str, str], fits: bool, absent: bool
+) -> None:
     found = advice(CASE.model_copy(update={"expect": RANGES}), versions)
     assert found and found.measured_at == OLD and (found.fits, found.absent) == (fits, absent)
     assert found.helps == ("non-reentrant",)  # fsdp is a probe: nobody claims that it is a fix
@@ -56,10 +67,14 @@ def test_nearest_measured_releases_are_those_of_the_nearest_torch(
 ) -> None:
     measured = [("2.13.0", "5.23.0"), ("2.6.0", "4.39.3"), ("2.2.2", "4.44.2"), ("2.2.2", "4.39.3")]
     ranges = [
-        Expectation(versions={"torch": f"=={one}", "transformers": f"=={other}"}, reason="r",
-                    measured_at=[{"torch": one, "transformers": other}], verdicts={"non-reentrant": "FIXED"})
+        Expectation(
+            versions={"torch": f"=={one}", "transformers": f"=={other}"},
+            reason="r",
+            measured_at=[{"torch": one, "transformers": other}],
+            verdicts={"non-reentrant": "FIXED"},
+        )
         for one, other in measured
-    ]  # fmt: skip
+    ]
     given = {"torch": torch, "transformers": transformers}
     found = advice(CASE.model_copy(update={"expect": ranges}), given)
     assert found and not found.fits and tuple(found.measured_at.values()) == nearest

@@ -19,7 +19,9 @@ Document = dict[str, Any]
 
 def claiming(*predictions: dict[str, Any], slug: str = "some-case", **claim: Any) -> Case:
     claim = {"id": "c1", "text": "it fixes it", "source": "somewhere", **claim}
-    return case(slug, claims=[{**claim, "predictions": list(predictions)} if predictions else claim])
+    return case(
+        slug, claims=[{**claim, "predictions": list(predictions)} if predictions else claim]
+    )
 
 
 def fix(verdict: str | list[str], **more: Any) -> Case:
@@ -43,11 +45,19 @@ def status(known: Case, *documents: Document) -> str:
 
 
 def ran(
-    verdicts: dict[str, str] | None = None, /, *, changes: dict[str, Any] | None = None, **outcomes: Any
+    verdicts: dict[str, str] | None = None,
+    /,
+    *,
+    changes: dict[str, Any] | None = None,
+    **outcomes: Any,
 ) -> Document:
     """A document whose variants each had these outcomes, one or several."""
-    names = {variant: [each] if isinstance(each, str) else each for variant, each in outcomes.items()}
-    attempts: Any = {variant: [(name, observation(ok(0))) for name in each] for variant, each in names.items()}
+    names = {
+        variant: [each] if isinstance(each, str) else each for variant, each in outcomes.items()
+    }
+    attempts: Any = {
+        variant: [(name, observation(ok(0))) for name in each] for variant, each in names.items()
+    }
     return document(attempts, verdicts or {}, **(changes or {}))
 
 
@@ -56,7 +66,11 @@ def cell(verdict: str, **changes: Any) -> Document:
 
 
 def stack(name: str, torch: str, transformers: str = "5.0.0") -> dict[str, Any]:
-    return {"name": name, "python": "3.11.7", "versions": {"torch": torch, "transformers": transformers}}
+    return {
+        "name": name,
+        "python": "3.11.7",
+        "versions": {"torch": torch, "transformers": transformers},
+    }
 
 
 HOLDS = {"variant": "fix", "verdict": "FIXED"}
@@ -68,16 +82,35 @@ UNTESTABLE = "could not be tested on this stack: unfixed does not reproduce"
 @pytest.mark.parametrize(
     ("predicted", "verdicts"),
     [
-        ("FIXED", {"supported": "FIXED", "refuted": "NOT_FIXED DIFFERENT_FAILURE",
-                   "untested": "NOT_REPRODUCED FIXED_UPSTREAM SIGNATURE_MISMATCH FIX_BREAKS INCONCLUSIVE FLAKY"}),
-        ("NOT_REPRODUCED", {"supported": "NOT_REPRODUCED FIXED_UPSTREAM", "refuted": "FIXED SIGNATURE_MISMATCH",
-                            "untested": "INCONCLUSIVE FLAKY"}),
+        (
+            "FIXED",
+            {
+                "supported": "FIXED",
+                "refuted": "NOT_FIXED DIFFERENT_FAILURE",
+                "untested": (
+                    "NOT_REPRODUCED FIXED_UPSTREAM SIGNATURE_MISMATCH FIX_BREAKS INCONCLUSIVE FLAKY"
+                ),
+            },
+        ),
+        (
+            "NOT_REPRODUCED",
+            {
+                "supported": "NOT_REPRODUCED FIXED_UPSTREAM",
+                "refuted": "FIXED SIGNATURE_MISMATCH",
+                "untested": "INCONCLUSIVE FLAKY",
+            },
+        ),
         ("FIXED_UPSTREAM", {"untested": "NOT_REPRODUCED", "refuted": "FIXED"}),
         ("FIX_BREAKS", {"untested": "FIXED", "refuted": "NOT_REPRODUCED"}),
-        (["NOT_FIXED", "DIFFERENT_FAILURE"], {"supported": "NOT_FIXED DIFFERENT_FAILURE", "refuted": "FIXED"}),
+        (
+            ["NOT_FIXED", "DIFFERENT_FAILURE"],
+            {"supported": "NOT_FIXED DIFFERENT_FAILURE", "refuted": "FIXED"},
+        ),
     ],
-)  # fmt: skip
-def test_verdict_prediction_gives_status(predicted: str | list[str], verdicts: dict[str, str]) -> None:
+)
+def test_verdict_prediction_gives_status(
+    predicted: str | list[str], verdicts: dict[str, str]
+) -> None:
     for expected, names in verdicts.items():
         assert {status(fix(predicted), cell(name)) for name in names.split()} == {expected}
 
@@ -87,13 +120,21 @@ def test_untested_claim_gives_the_reason() -> None:
     partial = document({"unfixed": [], "fix": []})
     for known, documents, reason in (
         (claiming(untestable="no release does so"), [], "no release does so"),
-        (fix("FIXED", strategy="ddp", stack="old"), [cell("FIXED")],
-         "no stored measurement of some-case, variant fix [ddp] [old]"),
-        (FIXED, [skipped], "skipped: needs 2 GPUs"), (FIXED, [partial], "variant fix has no verdict"),
-        (claiming({"variant": "other-fix", "verdict": "FIXED"}), [cell("FIXED")], "variant other-fix was not run"),
+        (
+            fix("FIXED", strategy="ddp", stack="old"),
+            [cell("FIXED")],
+            "no stored measurement of some-case, variant fix [ddp] [old]",
+        ),
+        (FIXED, [skipped], "skipped: needs 2 GPUs"),
+        (FIXED, [partial], "variant fix has no verdict"),
+        (
+            claiming({"variant": "other-fix", "verdict": "FIXED"}),
+            [cell("FIXED")],
+            "variant other-fix was not run",
+        ),
         (claiming({"variant": "unfixed", "outcome": "reproduced"}), [partial], "not run"),
         (FIXED, [cell("NOT_REPRODUCED")], UNTESTABLE),
-    ):  # fmt: skip
+    ):
         result = row(known, *documents)
         assert result.status == "untested" and result.detail.startswith(reason)
 
@@ -102,12 +143,17 @@ def test_prediction_with_axes_uses_matching_cells_only() -> None:
     known = fix("FIXED", stack="old", strategy="fsdp")
     assert status(known, cell("NOT_FIXED", stack=NEW), cell("FIXED", stack=OLD)) == "supported"
     assert status(known, cell("FIXED", stack=OLD, strategy="ddp")) == "untested"
-    assert status(fix("FIXED", case="other-case"), cell("NOT_FIXED"), cell("FIXED", case="other-case")) == "supported"
+    assert (
+        status(fix("FIXED", case="other-case"), cell("NOT_FIXED"), cell("FIXED", case="other-case"))
+        == "supported"
+    )
 
 
 def test_claim_uses_the_newest_decisive_result_of_a_cell() -> None:
     def at(verdict: str, started: float, **changes: Any) -> Document:
-        return cell(verdict, provenance={**cell("FIXED")["provenance"], "started": started}, **changes)
+        return cell(
+            verdict, provenance={**cell("FIXED")["provenance"], "started": started}, **changes
+        )
 
     older, newer = at("NOT_FIXED", 1.0), at("FIXED", 2.0)
     assert status(FIXED, older, newer) == status(FIXED, newer, older) == "supported"
@@ -128,28 +174,48 @@ def test_simulation_decides_only_without_a_real_measurement() -> None:
     with_real = row(FIXED, simulated, cell("FIXED"))
     (left_out,) = [item for item in with_real.evidence if item.simulated]
     assert with_real.status == "supported" and left_out.holds is None
-    assert status(FIXED, simulated, cell("INCONCLUSIVE")) == "refuted", "the real measurement decides nothing"
+    assert status(FIXED, simulated, cell("INCONCLUSIVE")) == "refuted", (
+        "the real measurement decides nothing"
+    )
 
 
-GRID = [cell("FIXED", stack=OLD, model="a"), cell("NOT_FIXED", stack=NEW, model="a"),
-        cell("NOT_FIXED", stack=OLD, model="b"), cell("FIXED", stack=NEW, model="b")]  # fmt: skip
-RELEASES = [cell("FIXED" if minor < 6 else "NOT_FIXED", stack=stack(f"s{minor}", f"2.{minor}"))
-            for minor in (10, 9, 3, 2, 1, 0)]  # fmt: skip
-BY_MODEL = claiming({**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLDS, "model": "n", "condition": "2048"})
+GRID = [
+    cell("FIXED", stack=OLD, model="a"),
+    cell("NOT_FIXED", stack=NEW, model="a"),
+    cell("NOT_FIXED", stack=OLD, model="b"),
+    cell("FIXED", stack=NEW, model="b"),
+]
+RELEASES = [
+    cell("FIXED" if minor < 6 else "NOT_FIXED", stack=stack(f"s{minor}", f"2.{minor}"))
+    for minor in (10, 9, 3, 2, 1, 0)
+]
+BY_MODEL = claiming(
+    {**HOLDS, "model": "m", "condition": "hidden 1024"},
+    {**HOLDS, "model": "n", "condition": "2048"},
+)
 
 
 @pytest.mark.parametrize(
     ("known", "documents", "detail"),
     [
         (BY_MODEL, [cell("FIXED"), cell("NOT_FIXED", model="n")], "holds: hidden 1024; not: 2048"),
-        (FIXED, [cell("FIXED", stack=OLD), cell("NOT_FIXED", stack=NEW)], "holds in torch 2.2.2; not in torch 2.13.0"),
-        (FIXED, [cell("FIXED"), cell("NOT_FIXED", scale="full")],
-         "holds in setting tiny random weights; not in setting full random weights"),
+        (
+            FIXED,
+            [cell("FIXED", stack=OLD), cell("NOT_FIXED", stack=NEW)],
+            "holds in torch 2.2.2; not in torch 2.13.0",
+        ),
+        (
+            FIXED,
+            [cell("FIXED"), cell("NOT_FIXED", scale="full")],
+            "holds in setting tiny random weights; not in setting full random weights",
+        ),
         (FIXED, RELEASES, "holds in torch 2.0, 2.1, 2.2, 2.3; not in torch 2.9, 2.10"),
         (FIXED, GRID, "measurements disagree: 2 for it, 2 against it"),
     ],
-)  # fmt: skip
-def test_mixed_claim_names_the_separating_axis(known: Case, documents: list[Document], detail: str) -> None:
+)
+def test_mixed_claim_names_the_separating_axis(
+    known: Case, documents: list[Document], detail: str
+) -> None:
     result = row(known, *documents)
     assert (result.status, result.detail) == ("mixed", detail)
 
@@ -166,28 +232,47 @@ RELATIVE = {"variant": "fix", "relative_to": "other-fix"}
         (PASSES, {"unfixed": ["passed", "reproduced"]}, "untested"),
         (PASSES, {"unfixed": "infra_error"}, "untested"),
         (PASSES, {"unfixed": "hang"}, "untested"),
-        ({**PASSES, "outcome": ["hang", "reproduced"]}, {"unfixed": ["hang", "reproduced"]}, "supported"),
+        (
+            {**PASSES, "outcome": ["hang", "reproduced"]},
+            {"unfixed": ["hang", "reproduced"]},
+            "supported",
+        ),
         (REPRODUCES, {"unfixed": "passed", "fix": "passed"}, "untested"),
         (REPRODUCES, {"unfixed": "other_failure", "fix": "passed"}, "untested"),
-        *((RELATIVE | predicted, {"unfixed": "reproduced", "other-fix": other, "fix": fix_}, expected)
-          for predicted in ({"verdict": "FIXED"}, {"outcome": "passed"})
-          for other, fix_, expected in (("passed", "passed", "untested"), ("reproduced", "passed", "supported"),
-                                        ("reproduced", "reproduced", "refuted"))),
+        *(
+            (
+                RELATIVE | predicted,
+                {"unfixed": "reproduced", "other-fix": other, "fix": fix_},
+                expected,
+            )
+            for predicted in ({"verdict": "FIXED"}, {"outcome": "passed"})
+            for other, fix_, expected in (
+                ("passed", "passed", "untested"),
+                ("reproduced", "passed", "supported"),
+                ("reproduced", "reproduced", "refuted"),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_prediction_is_decided_by_the_outcomes(
     prediction: dict[str, Any], outcomes: dict[str, Any], expected: str
 ) -> None:
-    assert status(claiming(prediction), ran({"fix": "FIXED"}, **{"fix": [], **outcomes})) == expected
+    assert (
+        status(claiming(prediction), ran({"fix": "FIXED"}, **{"fix": [], **outcomes})) == expected
+    )
 
 
 @pytest.mark.parametrize("measured", ["passed", "reproduced", "other_failure"])
 @pytest.mark.parametrize("wanted", ["passed", "reproduced", "other_failure"])
-def test_outcome_prediction_of_a_fix_needs_a_reproducing_unfixed_variant(wanted: str, measured: str) -> None:
+def test_outcome_prediction_of_a_fix_needs_a_reproducing_unfixed_variant(
+    wanted: str, measured: str
+) -> None:
     known = claiming({"variant": "fix", "outcome": wanted})
     for unfixed in ("passed", "other_failure", "hang", "infra_error"):
         assert row(known, ran(unfixed=unfixed, fix=measured)).detail == UNTESTABLE
-    assert (status(known, ran(unfixed="reproduced", fix=measured)) == "supported") == (measured == wanted)
+    assert (status(known, ran(unfixed="reproduced", fix=measured)) == "supported") == (
+        measured == wanted
+    )
 
 
 def test_outcome_without_warning_is_taken_from_attempts_that_warn() -> None:
@@ -198,20 +283,33 @@ def test_outcome_without_warning_is_taken_from_attempts_that_warn() -> None:
         result["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome_without_warning"] = without
         return result
 
-    for without, expected in (("passed", "supported"), ("other_failure", "refuted"), (None, "refuted"),
-                              ("infra_error", "untested")):  # fmt: skip
+    for without, expected in (
+        ("passed", "supported"),
+        ("other_failure", "refuted"),
+        (None, "refuted"),
+        ("infra_error", "untested"),
+    ):
         assert status(harmless, warned(without)) == expected, without
     assert row(harmless, warned(None, "passed")).detail == UNTESTABLE
     assert status(harmless, warned("passed", stack=NEW), warned(None, stack=OLD)) == "mixed"
 
 
-def measured(fix_: list[Any], unfixed: list[Any], name: str = "loss", outcome: str = "passed") -> Document:
+def measured(
+    fix_: list[Any], unfixed: list[Any], name: str = "loss", outcome: str = "passed"
+) -> Document:
     """``fix_`` and ``unfixed``: for each attempt the values of its ranks, or one value."""
 
     def attempts(values: list[Any]) -> list[tuple[str, Any]]:
         per_rank = [each if isinstance(each, list) else [each] for each in values]
-        return [(outcome, observation(*(ok(r, record=record(r, metrics={name: v})) for r, v in enumerate(each))))
-                for each in per_rank]  # fmt: skip
+        return [
+            (
+                outcome,
+                observation(
+                    *(ok(r, record=record(r, metrics={name: v})) for r, v in enumerate(each))
+                ),
+            )
+            for each in per_rank
+        ]
 
     return document({"unfixed": attempts(unfixed), "fix": attempts(fix_)})
 
@@ -249,36 +347,69 @@ def test_metric_is_decided_where_all_attempts_agree(
     known: Case, fix_: list[float], unfixed: list[float], expected: str
 ) -> None:
     result = row(known, measured(fix_, unfixed))
-    assert result.status == expected and result.detail.startswith("noise: ") == (expected == "untested")
+    assert result.status == expected and result.detail.startswith("noise: ") == (
+        expected == "untested"
+    )
 
 
 def test_metric_that_was_not_measured_is_undecided() -> None:
-    values, failed = measured([1.0] * 3, [2.0] * 3), measured([1.0] * 3, [2.0] * 3, outcome="other_failure")
+    values, failed = (
+        measured([1.0] * 3, [2.0] * 3),
+        measured([1.0] * 3, [2.0] * 3, outcome="other_failure"),
+    )
     crashed = observation(ok(0, record=record(0, done=False, metrics={"loss": 1.0})))
-    half = {**values, "variants": values["variants"] | document({"unfixed": [("reproduced", crashed)]})["variants"]}
+    half = {
+        **values,
+        "variants": (
+            values["variants"] | document({"unfixed": [("reproduced", crashed)]})["variants"]
+        ),
+    }
     for known, cells, detail in (
         (metric("speed", below="unfixed"), values, "0 attempts of variant fix with speed, of 3"),
         (metric(below="other-fix"), values, "0 attempts of variant other-fix"),
-        (BELOW, failed, "0 attempts of variant fix"), (BELOW, half, "0 attempts of variant unfixed"),
+        (BELOW, failed, "0 attempts of variant fix"),
+        (BELOW, half, "0 attempts of variant unfixed"),
         (BELOW, measured([1.0] * 2, [9.0] * 3), "2 attempts of variant fix"),
         (BELOW, measured([1.0] * 3, [9.0] * 2), "2 attempts of variant unfixed"),
-        (BELOW, measured([float("nan")] * 3, [2.0] * 3), "0 "), (BELOW, measured(["fast"] * 3, [True] * 3), "0 "),
-    ):  # fmt: skip
+        (BELOW, measured([float("nan")] * 3, [2.0] * 3), "0 "),
+        (BELOW, measured(["fast"] * 3, [True] * 3), "0 "),
+    ):
         assert row(known, cells).detail.startswith(detail)
 
 
 def test_claim_row_to_json_has_settings_and_ranks() -> None:
-    data = asdict(row(FIXED, cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"})))
+    data = asdict(
+        row(FIXED, cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"}))
+    )
     assert (data["status"], data["brief"], data["id"]) == ("supported", "2 measurements", "c1")
-    assert {e["setting"] for e in data["evidence"]} == {"tiny random weights", "call=root tiny random weights"}
+    assert {e["setting"] for e in data["evidence"]} == {
+        "tiny random weights",
+        "call=root tiny random weights",
+    }
     assert data["evidence"][0]["document"] == "some-case", "its cell, where it is stored nowhere"
     (four,) = row(FIXED, cell("FIXED", ranks=4, overrides=["ranks=4", "tp_size=2"])).evidence
-    assert (four.setting, four.ranks, four.predicted) == ("tp_size=2 tiny random weights", "4 ranks", "FIXED")
+    assert (four.setting, four.ranks, four.predicted) == (
+        "tp_size=2 tiny random weights",
+        "4 ranks",
+        "FIXED",
+    )
 
 
-VERDICTS = ["FIXED", "NOT_FIXED", "DIFFERENT_FAILURE", "NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS",
-            "SIGNATURE_MISMATCH", "FLAKY", "INCONCLUSIVE"]  # fmt: skip
-CELLS = st.lists(st.tuples(st.sampled_from(VERDICTS), st.sampled_from("abc"), st.sampled_from([OLD, NEW])), max_size=5)
+VERDICTS = [
+    "FIXED",
+    "NOT_FIXED",
+    "DIFFERENT_FAILURE",
+    "NOT_REPRODUCED",
+    "FIXED_UPSTREAM",
+    "FIX_BREAKS",
+    "SIGNATURE_MISMATCH",
+    "FLAKY",
+    "INCONCLUSIVE",
+]
+CELLS = st.lists(
+    st.tuples(st.sampled_from(VERDICTS), st.sampled_from("abc"), st.sampled_from([OLD, NEW])),
+    max_size=5,
+)
 
 
 @given(st.sampled_from(VERDICTS), CELLS)

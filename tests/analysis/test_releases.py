@@ -14,8 +14,12 @@ from repro_matrix.config.expectations import Expectation
 BASE = catalog.load().cases["ddp-ready-once"]
 
 
-def entry(verdict: str, first: str, last: str = "", bounds: str = "", torch: str = "2.6.0") -> Expectation:
-    ends = [{"transformers": each, "torch": torch} for each in dict.fromkeys((first, last or first))]
+def entry(
+    verdict: str, first: str, last: str = "", bounds: str = "", torch: str = "2.6.0"
+) -> Expectation:
+    ends = [
+        {"transformers": each, "torch": torch} for each in dict.fromkeys((first, last or first))
+    ]
     versions = {"transformers": bounds or f">={first},<={last or first}", "torch": f"=={torch}"}
     return Expectation(verdicts={"fix": verdict}, versions=versions, measured_at=ends, reason="r")  # type: ignore
 
@@ -38,7 +42,10 @@ def test_package_that_decides_and_its_ranges() -> None:
         ("absent", "4.44.0", "5.23.0", True),
     ]
     assert found.ended == "in transformers 4.44.0"
-    assert found.sentence == "reproduces in transformers 4.38.0 to 4.43.4; fixed in transformers 4.44.0"
+    assert (
+        found.sentence
+        == "reproduces in transformers 4.38.0 to 4.43.4; fixed in transformers 4.44.0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,16 +56,25 @@ def test_package_that_decides_and_its_ranges() -> None:
         ("4.45.2", ">=4.45,<4.46", ">=4.46,<4.47", "in transformers 4.46.0"),
     ],
 )
-def test_release_is_named_only_where_none_lies_between(last: str, bounds: str, next_bounds: str, phrase: str) -> None:
+def test_release_is_named_only_where_none_lies_between(
+    last: str, bounds: str, next_bounds: str, phrase: str
+) -> None:
     before = entry("FIXED", last, bounds=bounds)
     assert of(before, entry("FIX_BREAKS", "4.46.0", bounds=next_bounds)).ended == phrase
 
 
 def test_failure_that_no_release_changes() -> None:
-    found = of(entry("FIXED", "4.39.3", torch="2.2.2"), entry("NOT_FIXED", "5.23.0", torch="2.13.0+cpu"))
+    found = of(
+        entry("FIXED", "4.39.3", torch="2.2.2"), entry("NOT_FIXED", "5.23.0", torch="2.13.0+cpu")
+    )
     assert found.sentence == "reproduces in torch 2.2.2 to 2.13.0, transformers 4.39.3 to 5.23.0"
     assert found.ended == ""
-    assert of().sentence == of(entry("FIXED", "5.0.0")).sentence == of(entry("NOT_REPRODUCED", "5.0.0")).sentence == ""
+    assert (
+        of().sentence
+        == of(entry("FIXED", "5.0.0")).sentence
+        == of(entry("NOT_REPRODUCED", "5.0.0")).sentence
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("torch", "alone"), [("2.6.0", True), ("2.13.0", False)])
@@ -72,9 +88,15 @@ VERDICTS = st.sampled_from(["FIXED", "NOT_REPRODUCED", "SIGNATURE_MISMATCH"])
 
 @given(st.lists(VERDICTS, min_size=1, max_size=8))
 def test_ranges_cover_every_measured_release_with_its_state(verdicts: list[str]) -> None:
-    measured: dict[str, Any] = {f"4.{30 + index}.0": verdict for index, verdict in enumerate(verdicts)}
+    measured: dict[str, Any] = {
+        f"4.{30 + index}.0": verdict for index, verdict in enumerate(verdicts)
+    }
     found = of(*(entry(verdict, version) for version, verdict in measured.items()))
-    states = {"FIXED": "reproduces", "NOT_REPRODUCED": "absent", "SIGNATURE_MISMATCH": "other_failure"}
+    states = {
+        "FIXED": "reproduces",
+        "NOT_REPRODUCED": "absent",
+        "SIGNATURE_MISMATCH": "other_failure",
+    }
     for version, verdict in measured.items():
         (inside,) = [each for each in found.ranges if each.contains(version)]
         assert inside.state == states[verdict]

@@ -54,12 +54,19 @@ def test_pattern_matches_its_own_text(text: str) -> None:
     assert re.search(draft.pattern(text), text)
 
 
-def test_new_from_a_log_proposes_its_signature(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_from_a_log_proposes_its_signature(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
     made = yaml.safe_load((mine / "failures/case/empty-list.yaml").read_text())["signatures"][0]
-    assert made == {"name": "value", "kind": "exception", "type": "ValueError", "package": "torch",
-                    "message": "optimizer got an empty parameter list"}  # fmt: skip
+    assert made == {
+        "name": "value",
+        "kind": "exception",
+        "type": "ValueError",
+        "package": "torch",
+        "message": "optimizer got an empty parameter list",
+    }
     found = catalogue.load()
     assert found.script(found.cases["empty-list"]) == mine / "failures/scripts/empty_list.py"
     capsys.readouterr()
@@ -72,7 +79,11 @@ def test_new_like_a_case_copies_it(mine: Path) -> None:
     assert cli.main(["new", "other-one", "--like", "ddp-ready-once"]) == 0
     found = catalogue.load()
     other, made = found.cases["ddp-ready-once"], found.cases["other-one"]
-    assert (made.flags, made.variants, made.pass_criteria) == (other.flags, other.variants, other.pass_criteria)
+    assert (made.flags, made.variants, made.pass_criteria) == (
+        other.flags,
+        other.variants,
+        other.pass_criteria,
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +109,9 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
     assert "too broad" in next(check.check_signatures("a.yaml", wide))
 
     def problems(*documents: Any) -> str:
-        return "\n".join(check.check_attempts("a.yaml", "a.py", case(), {"forkserver": list(documents)}))
+        return "\n".join(
+            check.check_attempts("a.yaml", "a.py", case(), {"forkserver": list(documents)})
+        )
 
     there = observation(ok(0))
     name = next(name for name in case().variants if name != "unfixed")
@@ -111,21 +124,42 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
         (name, "infra_error", "no verdict"),
         (name, "other_failure", "no variant passes"),
     ):
-        assert message in problems(document({**good, variant: [(each, there) for each in outcomes.split()]}))
+        assert message in problems(
+            document({**good, variant: [(each, there) for each in outcomes.split()]})
+        )
     also = next(each for each in case().variants if each not in ("unfixed", name))
     reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
-    reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
+    reviewed["verdicts"][name] = {
+        **reviewed["verdicts"].get(name, {}),
+        "name": "NOT_FIXED",
+        "expected": "expected",
+    }
     assert problems(reviewed) == ""
-    probe = case(variants={"unfixed": {}, name: {"role": "probe", "flags": {"call": "root"}}, also: {}})
-    measured = {"forkserver": [document({**good, name: [("reproduced", there)], also: [("passed", there)]})]}
+    probe = case(
+        variants={"unfixed": {}, name: {"role": "probe", "flags": {"call": "root"}}, also: {}}
+    )
+    measured = {
+        "forkserver": [document({**good, name: [("reproduced", there)], also: [("passed", there)]})]
+    }
     assert check.check_attempts("a.yaml", "a.py", probe, measured) == [], "only a fix must pass"
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
-        lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "requires": ["vllm"]}}
+        lacking["variants"][also] |= {
+            "skipped": "needs vllm",
+            "skip": {"kind": kind, "requires": ["vllm"]},
+        }
         assert bool(problems(lacking)) != ready_
-        assert check.unmeasured({"forkserver": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
-    both = {"forkserver": [document(good)], "torchrun": [document({**good, name: [("hang", there)]})]}
-    assert any("the launchers disagree" in str(each) for each in check.check_attempts("a.yaml", "a.py", case(), both))
+        assert check.unmeasured({"forkserver": [lacking]}) == (
+            {also: "needs vllm"} if ready_ else {}
+        )
+    both = {
+        "forkserver": [document(good)],
+        "torchrun": [document({**good, name: [("hang", there)]})],
+    }
+    assert any(
+        "the launchers disagree" in str(each)
+        for each in check.check_attempts("a.yaml", "a.py", case(), both)
+    )
 
 
 def test_check_with_a_signature_of_another_case_names_that_case() -> None:
@@ -138,7 +172,9 @@ def test_check_with_a_signature_of_another_case_names_that_case() -> None:
     assert check.check_other_cases("a.yaml", case, cases, documents) == []
 
 
-def test_syntax_error_is_exit_2_before_anything_starts(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_syntax_error_is_exit_2_before_anything_starts(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["new", "empty-list"]) == 0
     script = mine / "failures/scripts/empty_list.py"
     script.write_text("x = 1\ndef body(run:\n")
@@ -151,15 +187,25 @@ def test_syntax_error_is_exit_2_before_anything_starts(mine: Path, capsys: pytes
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.xdist_group("stack")
-def test_check_of_finished_drafts_exits_0(mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None) -> None:
+def test_check_of_finished_drafts_exits_0(
+    mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+) -> None:
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
     assert cli.main(["new", "shared-buffer", "--silent", "updates"]) == 0
     scripts, trigger = mine / "failures/scripts", r" +pass  # <- TODO: the call that fails.*\n"
-    edited(scripts / "empty_list.py", (trigger, "        torch.optim.SGD([], lr=0.1)  # <- nothing to train\n"))
-    edited(scripts / "shared_buffer.py", (trigger, "        reference_lr = 0.05  # <- half of it\n"),
-           (r"optimizer = (torch.optim.SGD\(wrapped.parameters\(\), lr=)reference.lr\)",
-            r'optimizer = \1reference.lr if run.flags["fixed"] else reference_lr)'))  # fmt: skip
+    edited(
+        scripts / "empty_list.py",
+        (trigger, "        torch.optim.SGD([], lr=0.1)  # <- nothing to train\n"),
+    )
+    edited(
+        scripts / "shared_buffer.py",
+        (trigger, "        reference_lr = 0.05  # <- half of it\n"),
+        (
+            r"optimizer = (torch.optim.SGD\(wrapped.parameters\(\), lr=)reference.lr\)",
+            r'optimizer = \1reference.lr if run.flags["fixed"] else reference_lr)',
+        ),
+    )
     for slug in ("empty-list", "shared-buffer"):
         edited(mine / f"failures/case/{slug}.yaml")
         capsys.readouterr()

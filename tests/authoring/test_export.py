@@ -39,14 +39,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_export_is_a_folder_with_all_that_it_imports(slug: str) -> None:
     folder = exported(slug)
     settings = json.loads((folder / "settings.json").read_text())
-    assert settings["case"] == slug and settings["variant"] == next(iter(CATALOGUE.cases[slug].variants))
+    assert settings["case"] == slug and settings["variant"] == next(
+        iter(CATALOGUE.cases[slug].variants)
+    )
     readme = (folder / "README.md").read_text()
     assert f"--nproc-per-node {settings['world_size']} run.py" in readme and "torch==" in readme
     assert re.search(r"Expected \(\d+ of \d+ stored", readme)
-    assert bool(list(folder.glob("remote_code/*/*.py"))) == bool(settings["model"].get("remote_code"))
+    assert bool(list(folder.glob("remote_code/*/*.py"))) == bool(
+        settings["model"].get("remote_code")
+    )
     for file in folder.rglob("*.py"):
-        assert "repro_matrix" not in {node.module for node in ast.walk(ast.parse(file.read_text()))
-                                      if isinstance(node, ast.ImportFrom)}  # fmt: skip
+        assert "repro_matrix" not in {
+            node.module
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
 
 
 RUNS = {  # the body of a case: (exit code with two ranks' check, part of the output)
@@ -63,8 +70,15 @@ def test_run_py_exits_with_1_for_an_error_or_a_failed_check(body: str) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     settings.update(process_group=False, world_size=1, env={"PLANTED": "1"})
     (folder / "settings.json").write_text(json.dumps(settings))
-    python = [sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path[1:]!r}; import runpy; "
-              "sys.argv = ['out/run.py']; sys.path.insert(0, 'out'); runpy.run_path('out/run.py')"]  # fmt: skip
+    python = [
+        sys.executable,
+        "-S",
+        "-c",
+        (
+            f"import sys; sys.path += {sys.path[1:]!r}; import runpy; "
+            "sys.argv = ['out/run.py']; sys.path.insert(0, 'out'); runpy.run_path('out/run.py')"
+        ),
+    ]
     done = subprocess.run(python, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     code, text = RUNS[body]
     assert done.returncode == code and text in done.stdout + done.stderr
@@ -82,13 +96,17 @@ def test_run_py_exits_with_1_for_an_error_or_a_failed_check(body: str) -> None:
         ("fsdp-uniform-dtype --out none/x", "cannot be written"),
     ],
 )
-def test_export_with_bad_input_exits_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_with_bad_input_exits_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("there").write_text("mine")
     assert cli.main(["export", *words.split()]) == 2
     assert message in capsys.readouterr().err and Path("there").read_text() == "mine"
 
 
-def test_export_with_an_absent_stack_uses_the_stored_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_with_an_absent_stack_uses_the_stored_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prepare = session.prepare
 
     def absent(asked: Request, **options: Any) -> Any:
@@ -104,13 +122,20 @@ def test_export_with_an_absent_stack_uses_the_stored_versions(monkeypatch: pytes
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("slug", ["fsdp-uniform-dtype", "qwen-remote-code-load", "fsdp-generate-uneven"])
-def test_exported_folder_shows_the_recorded_outcome_under_plain_torchrun(slug: str, tmp_path: Path) -> None:
-    """An exception, wrong numbers with a model's own code, and a hang. `make exports` tries the whole catalogue."""
+@pytest.mark.parametrize(
+    "slug", ["fsdp-uniform-dtype", "qwen-remote-code-load", "fsdp-generate-uneven"]
+)
+def test_exported_folder_shows_the_recorded_outcome_under_plain_torchrun(
+    slug: str, tmp_path: Path
+) -> None:
+    """An exception, wrong numbers with a model's own code, and a hang. `make exports` tries the
+    whole catalogue."""
     from exports import check_export
 
     case = CATALOGUE.cases[slug]
-    stacks.resolve(case.requires.stack or "current")  # built where it is not: an export takes what is there
+    stacks.resolve(
+        case.requires.stack or "current"
+    )  # built where it is not: an export takes what is there
     result, why = check_export(case, next(iter(case.variants)), tmp_path)
     assert result == "shown", why
 
@@ -118,9 +143,16 @@ def test_exported_folder_shows_the_recorded_outcome_under_plain_torchrun(slug: s
 def test_export_with_an_overlay_builds_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = [replace(each, state="locked") if each.state == "built" else each for each in stacks.defined_stacks()]
+    there = [
+        replace(each, state="locked") if each.state == "built" else each
+        for each in stacks.defined_stacks()
+    ]
     monkeypatch.setattr(wanted, "defined_stacks", lambda: there)
     found = wanted.resolve
-    monkeypatch.setattr(wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name))
-    assert cli.main(["export", "fsdp-uniform-dtype", "stack=torch2.2-tf4.36+transformers@4.37.0"]) == 2
+    monkeypatch.setattr(
+        wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name)
+    )
+    assert (
+        cli.main(["export", "fsdp-uniform-dtype", "stack=torch2.2-tf4.36+transformers@4.37.0"]) == 2
+    )
     assert "it is not built here" in capsys.readouterr().err

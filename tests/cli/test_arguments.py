@@ -22,7 +22,10 @@ def parser(command: str) -> options.Parser:
     [
         (["run", "ddp-ready-once", "--variant", "unfixed"], "did you mean 'variants='?"),
         (["matrix", "--repeat", "3"], "did you mean 'repeat='?"),
-        (["match", "--variant", "x"], "unknown option --variant (there are: "),  # it takes no settings
+        (
+            ["match", "--variant", "x"],
+            "unknown option --variant (there are: ",
+        ),  # it takes no settings
         (["list", "--jsn"], "did you mean '--json'"),
         (["run", "./x.py", "--args", "--lr", "--bug"], "unknown option --bug"),
         (["bisect", "fsdp-generate", "--goood", "1"], "did you mean '--good'"),
@@ -43,21 +46,32 @@ def test_every_command_has_a_help_text() -> None:
 
 
 @given(
-    st.permutations(["--good 1", "--bad b=2", "--any-change", "stack=base", "repeat=3", "variants=[a]"]),
+    st.permutations(
+        ["--good 1", "--bad b=2", "--any-change", "stack=base", "repeat=3", "variants=[a]"]
+    ),
     st.integers(min_value=0, max_value=6),
 )
 def test_options_and_overrides_parse_in_any_order(pieces: list[str], where: int) -> None:
-    pieces.insert(where, "CASE") if not any("=" in piece for piece in pieces[:where]) else pieces.insert(0, "CASE")
+    (
+        pieces.insert(where, "CASE")
+        if not any("=" in piece for piece in pieces[:where])
+        else pieces.insert(0, "CASE")
+    )
     args = options.parse(parser("bisect"), " ".join(pieces).split())
     assert (args.case, args.good, args.bad, args.any_change) == ("CASE", "1", "b=2", True)
-    assert args.overrides == [piece for piece in pieces if "=" in piece and not piece.startswith("--")]
+    assert args.overrides == [
+        piece for piece in pieces if "=" in piece and not piece.startswith("--")
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--args", "--train-head"], "--train-head"),
-        (["--args", "--train-head", "--nproc", "2", "--args", "--lr 1e-4", "repeat=2"], "--train-head --lr 1e-4"),
+        (
+            ["--args", "--train-head", "--nproc", "2", "--args", "--lr 1e-4", "repeat=2"],
+            "--train-head --lr 1e-4",
+        ),
         (["--args=-v", "--args", "a=b"], "-v a=b"),
         (["--args", "--nproc"], "--nproc"),  # of the script: the next word, whatever it is
     ],

@@ -1,5 +1,5 @@
-"""`repro doctor`, `repro matrix` and `repro run` on machines with GPUs: a fake NVML, and interpreters that answer the
-probe. Nothing launches ranks unless it is marked."""
+"""`repro doctor`, `repro matrix` and `repro run` on machines with GPUs: a fake NVML, and
+interpreters that answer the probe. Nothing launches ranks unless it is marked."""
 
 from __future__ import annotations
 
@@ -35,52 +35,77 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
     return list(Store(folder).documents()) if folder.exists() else []
 
 
-def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(repro: Repro, tmp_path: Path) -> None:
+def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(
+    repro: Repro, tmp_path: Path
+) -> None:
     """A CPU build on a machine with GPUs is exit 3 and the command that installs another one."""
     nvml = FakeNvml([FakeGpu(), FakeGpu()], driver="535.129.03", cuda=12020)
     python = python_that_says(tmp_path, *CPU_BUILD)
     done = repro(nvml, "matrix", *ONE, f"stack=python:{python}", f"results={tmp_path / 'results'}")
     assert done.code == 3 and documents(tmp_path) == []
-    assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.err and "--torch-backend=auto" in done.err
+    assert (
+        "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.err
+        and "--torch-backend=auto" in done.err
+    )
 
 
 def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path: Path) -> None:
     nvml = FakeNvml([FakeGpu() for _ in range(4)], driver="535.129.03", cuda=12020)
-    old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
+    old = python_that_says(
+        tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old")
+    )
     words = ("matrix", "--dry-run", *ONE)
     done = repro(nvml, *words, f"stack=python:{old}")
     assert done.code == 3 and "--torch-backend=auto" in done.err and not done.out
     python = python_that_says(tmp_path, *lines(gpus=2))
-    done = repro(nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3"})
+    done = repro(
+        nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3"}
+    )
     assert done.code == 0
     assert done.err.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
     done = repro(nvml, *words, env={"CUDA_VISIBLE_DEVICES": ""})
     first, second = done.err.splitlines()[:2]
-    assert done.code == 0 and first.startswith("repro: hardware cpu, backend gloo") and "no GPU" in second
+    assert (
+        done.code == 0
+        and first.startswith("repro: hardware cpu, backend gloo")
+        and "no GPU" in second
+    )
 
 
 def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -> None:
-    gpus = [FakeGpu(mode="exclusive_process", ecc_uncorrected=3), FakeGpu(processes=[Process(99999999, 4321)])]
+    gpus = [
+        FakeGpu(mode="exclusive_process", ecc_uncorrected=3),
+        FakeGpu(processes=[Process(99999999, 4321)]),
+    ]
     gpus += [FakeGpu(mig=["MIG-x"]), FakeGpu()]
     python = python_that_says(tmp_path, *lines(gpus=3))
-    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], "variants=[four-ranks]", f"stack=python:{python}")
+    done = repro(
+        FakeNvml(gpus), "doctor", *ONE[:2], "variants=[four-ranks]", f"stack=python:{python}"
+    )
     shown = " ".join(done.out.split())
     assert done.code == 3, "the variants for four ranks"
     for part in (
         "PROBLEM: 1 variant not measured on GPUs because some are left out (GPU 2 ",
-        "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000", "mode exclusive_process", "3 uncorrected ECC errors",
-        "in use by process 99999999 (4321 MiB)", "77599 of 81920 MiB free",
-        "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode", "/dev/shm: ", "hangs: ",
+        "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000",
+        "mode exclusive_process",
+        "3 uncorrected ECC errors",
+        "in use by process 99999999 (4321 MiB)",
+        "77599 of 81920 MiB free",
+        "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode",
+        "/dev/shm: ",
+        "hangs: ",
         "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;",
         "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 GPUs",
-    ):  # fmt: skip
+    ):
         assert part in shown
     python = python_that_says(tmp_path, *lines(gpus=2))
     two = repro(FakeNvml(gpus), "doctor", *ONE, f"stack=python:{python}", "hardware=gpu2").out
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more unused), backend nccl;" in two
 
 
-def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(repro: Repro, tmp_path: Path) -> None:
+def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(
+    repro: Repro, tmp_path: Path
+) -> None:
     gpus = [FakeGpu(), FakeGpu(processes=[Process(99999999, 4321)]), FakeGpu()]
     devices = devices_of(gpus)
     devices[2]["touched"] = False
@@ -94,22 +119,32 @@ def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(repro: Repro, tm
     assert "GPU 2 not tested" in notes and "GPU 0" not in notes
     for command in (["doctor"], ["matrix", "--dry-run"]):
         idle = repro(FakeNvml(gpus), *command, *words)
-        assert idle.code == 3 and "nothing was computed on GPU 2" in " ".join((idle.out + idle.err).split())
+        assert idle.code == 3 and "nothing was computed on GPU 2" in " ".join(
+            (idle.out + idle.err).split()
+        )
     gpus[2].processes, devices[2]["touched"] = gpus[1].processes, True
     python_that_says(tmp_path, *lines(3, devices=devices))
     for command in (["doctor"], ["matrix", "--dry-run"]):
         busy = repro(FakeNvml(gpus), *command, *words)
-        assert busy.code == 3 and "up to 2 GPUs, and 1 of" in " ".join((busy.out + busy.err).split())
+        assert busy.code == 3 and "up to 2 GPUs, and 1 of" in " ".join(
+            (busy.out + busy.err).split()
+        )
 
 
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
     words = ("doctor", *ONE, "--json")
     python = python_that_says(tmp_path, *lines())
-    done = repro(FakeNvml([FakeGpu()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"})
+    done = repro(
+        FakeNvml([FakeGpu()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"}
+    )
     shown = json.loads(done.out)
     assert done.code == 3 and "CUDA_VISIBLE_DEVICES=all" in shown["problems"][0]
-    assert shown["hardware"] == ["cpu"] and shown["cells"], "what can run on the CPU is reported as well"
-    unusable = repro(FakeNvml([FakeGpu()]), *words, f"stack=python:{python_that_says(tmp_path, *CPU_BUILD)}")
+    assert shown["hardware"] == ["cpu"] and shown["cells"], (
+        "what can run on the CPU is reported as well"
+    )
+    unusable = repro(
+        FakeNvml([FakeGpu()]), *words, f"stack=python:{python_that_says(tmp_path, *CPU_BUILD)}"
+    )
     assert unusable.code == 3 and "a build without CUDA" in json.loads(unusable.out)["problems"][0]
 
 
@@ -126,11 +161,21 @@ def test_doctor_does_not_contradict_itself_where_no_gpu_can_be_used(
     gpus: list[FakeGpu], visible: str | None, why: str, repro: Repro, tmp_path: Path
 ) -> None:
     env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    done = repro(FakeNvml(gpus), "doctor", *ONE, f"stack=python:{python_that_says(tmp_path, *lines(8))}", env=env)
+    done = repro(
+        FakeNvml(gpus),
+        "doctor",
+        *ONE,
+        f"stack=python:{python_that_says(tmp_path, *lines(8))}",
+        env=env,
+    )
     shown = " ".join(done.out.split())
     assert done.code == 3 and "PROBLEM: hardware=auto: GPUs are here" in shown and why in shown
     assert shown.count(why) == 1, "one line for eight GPUs"
-    assert "GPUs: none that can be used" in shown and "8 of 8 GPUs" not in shown and "run here" not in shown
+    assert (
+        "GPUs: none that can be used" in shown
+        and "8 of 8 GPUs" not in shown
+        and "run here" not in shown
+    )
     assert done.out.splitlines()[-1].startswith(
         "1 of 1 cells can run with hardware=cpu; those of the GPUs, once 1 problem"
     )
@@ -147,8 +192,16 @@ def test_doctor_reports_a_gpu_that_is_lost_while_it_is_probed(
         return answer
 
     monkeypatch.setattr(probe_module, "ask", lose)
-    done = repro(FakeNvml(gpus), "doctor", *ONE, "--json", f"stack=python:{python_that_says(tmp_path, *lines(2))}")
-    assert done.code == 3 and any("GPU 1" in problem for problem in json.loads(done.out)["problems"])
+    done = repro(
+        FakeNvml(gpus),
+        "doctor",
+        *ONE,
+        "--json",
+        f"stack=python:{python_that_says(tmp_path, *lines(2))}",
+    )
+    assert done.code == 3 and any(
+        "GPU 1" in problem for problem in json.loads(done.out)["problems"]
+    )
 
 
 def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
@@ -156,7 +209,13 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
 ) -> None:
     def probe(stack: Any, *_: Any) -> tuple[dict[str, Any], str | None]:
         why = "NVML sees 2 x A100 (driver 535), and torch cannot use them:\n  uv pip install ..."
-        found = {"torch": "2.13", "cuda": "13.0", "nccl_version": "2.28", "devices": [], "asked": [0, 1]}
+        found = {
+            "torch": "2.13",
+            "cuda": "13.0",
+            "nccl_version": "2.28",
+            "devices": [],
+            "asked": [0, 1],
+        }
         return found, None if stack.name != "current" else why
 
     class Clean(Fake):
@@ -168,7 +227,12 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr(CHECK, probe)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Clean())
-    words = ["fsdp-generate", "model=qwen1.5-0.5b", "variants=[summon,newer-transformers]", "hardware=gpu2"]
+    words = [
+        "fsdp-generate",
+        "model=qwen1.5-0.5b",
+        "variants=[summon,newer-transformers]",
+        "hardware=gpu2",
+    ]
     stack = f"stack=python:{python_that_says(tmp_path, *lines())}"
     code = cli.main(["run", *words, stack, f"results={tmp_path / 'results'}", "--json"])
     said = capsys.readouterr()
@@ -176,11 +240,19 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     variants = {name: variant["skipped"] for name, variant in stored["variants"].items()}
     assert variants["unfixed"] is variants["summon"] is None, "the rest is measured"
     assert code == 3 and variants["newer-transformers"] is not None
-    assert "repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err and "uv pip install" in said.err
-    assert cli.main(["run", *words, stack, "--dry-run"]) == 3 and "stack=current: NVML" in capsys.readouterr().err
+    assert (
+        "repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err
+        and "uv pip install" in said.err
+    )
+    assert (
+        cli.main(["run", *words, stack, "--dry-run"]) == 3
+        and "stack=current: NVML" in capsys.readouterr().err
+    )
     assert cli.main(["doctor", f"case={words[0]}", *words[1:], stack, "--json"]) == 3
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert problem.startswith("NVML sees 2 x A100 (driver 535)"), "no green doctor before such a run"
+    assert problem.startswith("NVML sees 2 x A100 (driver 535)"), (
+        "no green doctor before such a run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +271,9 @@ def test_prepare_probes_all_selected_gpus_and_no_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
-    monkeypatch.setattr(CHECK, lambda stack, profile, *_: (seen.add(len(profile.gpus)), ({}, None))[1])
+    monkeypatch.setattr(
+        CHECK, lambda stack, profile, *_: (seen.add(len(profile.gpus)), ({}, None))[1]
+    )
     prepared = session.prepare(words, build_stacks=False, probe=True)
     assert seen == probed and {plan.profile.name for plan in prepared.plans} >= {first}
 
@@ -232,12 +306,24 @@ TWICE = """[ "$NCCL_HOSTID" = repro-rank-$3 ] && echo '{"error": "Duplicate GPU 
     ],
 )
 def test_doctor_lets_two_ranks_add_numbers_with_nccl(
-    pair: str, hardware: str, reasons: list[str], repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: str,
+    hardware: str,
+    reasons: list[str],
+    repro: Repro,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("repro_matrix.environment.probe.PAIR_S", 1.0)
     gpus = [FakeGpu() for _ in range(2 if hardware == "gpu2" else 1)]
     python = python_that_says(tmp_path, *lines(len(gpus)), pair=pair)
-    words = ("doctor", *ONE, f"stack=python:{python}", f"hardware={hardware}", "min_cells=0", "--json")
+    words = (
+        "doctor",
+        *ONE,
+        f"stack=python:{python}",
+        f"hardware={hardware}",
+        "min_cells=0",
+        "--json",
+    )
     done = repro(FakeNvml(gpus), *words)
     problems = json.loads(done.out)["problems"]
     assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
@@ -249,21 +335,35 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
         assert remedied.code == 0, "what the ranks are given, the probe is given too"
 
 
-def test_every_pair_of_gpus_is_tried_and_those_that_fail_are_named(repro: Repro, tmp_path: Path) -> None:
+def test_every_pair_of_gpus_is_tried_and_those_that_fail_are_named(
+    repro: Repro, tmp_path: Path
+) -> None:
     """GPUs 2 and 3, and 3 and 4, have a broken path; only the pair of GPUs 0 and 1 was tried."""
-    python = python_that_says(tmp_path, *lines(5), pair=f'[ "$5" -lt 3 ] || {{ {WRONG}; exit; }}; {DONE}')
+    python = python_that_says(
+        tmp_path, *lines(5), pair=f'[ "$5" -lt 3 ] || {{ {WRONG}; exit; }}; {DONE}'
+    )
     words = (*ONE, f"stack=python:{python}", "min_cells=0", "--json")
     done = repro(FakeNvml([FakeGpu() for _ in range(5)]), "doctor", *words)
     said = json.loads(done.out)
-    assert done.code == 3 and said["torch"]["pairs"] == [[2, 3], [3, 4]] and not said["torch"]["without_p2p"]
+    assert (
+        done.code == 3
+        and said["torch"]["pairs"] == [[2, 3], [3, 4]]
+        and not said["torch"]["without_p2p"]
+    )
     assert "GPUs 2 and 3 " in said["problems"][0]
-    assert probe_module.pairs_of([0, 2, 5, 7]) == [[0, 2], [5, 7]] and probe_module.pairs_of([4]) == []
+    assert (
+        probe_module.pairs_of([0, 2, 5, 7]) == [[0, 2], [5, 7]] and probe_module.pairs_of([4]) == []
+    )
 
 
-def test_doctor_names_both_numbers_where_torch_sees_fewer_gpus(repro: Repro, tmp_path: Path) -> None:
+def test_doctor_names_both_numbers_where_torch_sees_fewer_gpus(
+    repro: Repro, tmp_path: Path
+) -> None:
     python = python_that_says(tmp_path, *lines(1))
     done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE, f"stack=python:{python}")
-    assert done.code == 3 and "computes on 1 of 2 GPUs, of which torch sees 1" in " ".join(done.out.split())
+    assert done.code == 3 and "computes on 1 of 2 GPUs, of which torch sees 1" in " ".join(
+        done.out.split()
+    )
 
 
 SLOW_IMPORT = """echo '{"stage": "import torch"}'; sleep 2"""
@@ -282,14 +382,23 @@ IN_NCCL = """echo '{"stage": "all-reduce"}'; exec sleep 60"""
     ids=["slow import", "cuda", "rank", "nccl"],
 )
 def test_probe_waits_for_imports_and_reports_a_hang_in_seconds(
-    probe: str, pair: str, reasons: list[str], repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probe: str,
+    pair: str,
+    reasons: list[str],
+    repro: Repro,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = {"DEVICE_S": 1.5, "PAIR_S": 1.0, "NEWS_S": 0.5}
-    assert probe_module.PAIR_S < probe_module.DEVICE_S < 20, "as the limits really are, a hang is found within 20 s"
+    assert probe_module.PAIR_S < probe_module.DEVICE_S < 20, (
+        "as the limits really are, a hang is found within 20 s"
+    )
     for name, value in limits.items():
         monkeypatch.setattr(probe_module, name, value)
     python = python_that_says(tmp_path, *lines(2), probe=probe, pair=pair)
-    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE, f"stack=python:{python}", "--json")
+    done = repro(
+        FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE, f"stack=python:{python}", "--json"
+    )
     problems = json.loads(done.out)["problems"]
     assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
     assert all(reason in " ".join(problems[0].split()) for reason in reasons), problems
@@ -298,7 +407,9 @@ def test_probe_waits_for_imports_and_reports_a_hang_in_seconds(
 
 
 @pytest.mark.parametrize("mode", ["default", "exclusive_process"])
-def test_probe_puts_one_process_on_an_exclusive_gpu(mode: str, repro: Repro, tmp_path: Path) -> None:
+def test_probe_puts_one_process_on_an_exclusive_gpu(
+    mode: str, repro: Repro, tmp_path: Path
+) -> None:
     """The probe itself and two pairs of ranks are on the GPUs at once, where they may be."""
 
     def count(together: int) -> str:
@@ -316,7 +427,9 @@ def test_probe_puts_one_process_on_an_exclusive_gpu(mode: str, repro: Repro, tmp
 
 
 def test_doctor_names_what_the_ranks_will_and_will_not_get(repro: Repro, tmp_path: Path) -> None:
-    python = python_that_says(tmp_path, *lines(2, imports={"deepspeed": "MissingCUDAException: CUDA_HOME ..."}))
+    python = python_that_says(
+        tmp_path, *lines(2, imports={"deepspeed": "MissingCUDAException: CUDA_HOME ..."})
+    )
     shell = {
         "NCCL_P2P_DISABLE": "1",
         "NCCL_DEBUG": "INFO",
@@ -333,17 +446,24 @@ def test_doctor_names_what_the_ranks_will_and_will_not_get(repro: Repro, tmp_pat
     )
     notes = json.loads(repro(FakeNvml([FakeGpu(), FakeGpu()]), *words, env=shell).out)["notes"]
     (shell_note,) = [note for note in notes if "this shell" in note]
-    assert "env.CUDA_LAUNCH_BLOCKING=1 env.NCCL_P2P_DISABLE=1" in shell_note and "NCCL_DEBUG" not in shell_note
+    assert (
+        "env.CUDA_LAUNCH_BLOCKING=1 env.NCCL_P2P_DISABLE=1" in shell_note
+        and "NCCL_DEBUG" not in shell_note
+    )
     assert "DEVICE_ORDER" not in shell_note, "the launcher reads it itself"
     (package_note,) = [note for note in notes if "deepspeed does not import" in note]
     assert "CUDA_HOME to a CUDA toolkit" in package_note
 
 
-def test_doctor_on_eight_gpus_computes_on_all_of_them_in_one_process_of_each_stack(tmp_path: Path) -> None:
+def test_doctor_on_eight_gpus_computes_on_all_of_them_in_one_process_of_each_stack(
+    tmp_path: Path,
+) -> None:
     gpus = [FakeGpu() for _ in range(8)]
     python = python_that_says(tmp_path, *lines(8, devices=devices_of(gpus)))
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env |= FakeNvml(gpus).on_path(tmp_path / "nvml", current=python) | {"REPRO_CACHE": str(tmp_path / "cache")}
+    env |= FakeNvml(gpus).on_path(tmp_path / "nvml", current=python) | {
+        "REPRO_CACHE": str(tmp_path / "cache")
+    }
     command = [sys.executable, "-m", "repro_matrix", "doctor", f"stack=python:{python}", "--json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and json.loads(done.stdout)["hardware"] == ["a100x8", "cpu"]
@@ -353,9 +473,7 @@ def test_doctor_on_eight_gpus_computes_on_all_of_them_in_one_process_of_each_sta
     )
 
 
-HANGS_IN_CUDA = (
-    """echo '{"torch": "2.13.0+cu130", "cuda": "13.0"}'; echo '{"stage": "initialise CUDA"}'; exec sleep 60"""
-)
+HANGS_IN_CUDA = """echo '{"torch": "2.13.0+cu130", "cuda": "13.0"}'; echo '{"stage": "initialise CUDA"}'; exec sleep 60"""
 
 
 def test_matrix_with_a_probe_that_hangs_measures_nothing(
@@ -364,7 +482,11 @@ def test_matrix_with_a_probe_that_hangs_measures_nothing(
     monkeypatch.setattr("repro_matrix.environment.probe.DEVICE_S", 1.0)
     python = python_that_says(tmp_path, probe=HANGS_IN_CUDA)
     done = repro(
-        FakeNvml([FakeGpu(), FakeGpu()]), "matrix", *ONE, f"stack=python:{python}", f"results={tmp_path / 'r'}"
+        FakeNvml([FakeGpu(), FakeGpu()]),
+        "matrix",
+        *ONE,
+        f"stack=python:{python}",
+        f"results={tmp_path / 'r'}",
     )
     assert done.code == 3 and documents(tmp_path) == []
     assert "(at: initialise CUDA) was not done after 1 s" in done.err
@@ -374,15 +496,23 @@ def test_matrix_with_a_probe_that_hangs_measures_nothing(
     ("said", "words", "reason"),
     [
         # The package that a ZeRO cell needs does not import on these GPUs ...
-        ({"imports": {"deepspeed": "MissingCUDAException: CUDA_HOME does not exist"}},
-         ["case=zero3-outside-engine", "model=qwen1.5-0.5b", "hardware=gpu2"], "does not import with a GPU visible"),
+        (
+            {"imports": {"deepspeed": "MissingCUDAException: CUDA_HOME does not exist"}},
+            ["case=zero3-outside-engine", "model=qwen1.5-0.5b", "hardware=gpu2"],
+            "does not import with a GPU visible",
+        ),
         # ... and two ranks need two GPUs, of which this job's profile has one.
         ({}, ["case=zero3-outside-engine", "model=qwen1.5-0.5b", "hardware=gpu1"], "needs 2 GPUs"),
     ],
     ids=["import", "nothing planned"],
-)  # fmt: skip
+)
 def test_matrix_that_launches_nothing_is_never_green(
-    said: dict[str, Any], words: list[str], reason: str, repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: dict[str, Any],
+    words: list[str],
+    reason: str,
+    repro: Repro,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Never(Fake):
         def launch(self, attempt: Any, stop: Any) -> dict[str, Any]:
@@ -393,6 +523,14 @@ def test_matrix_that_launches_nothing_is_never_green(
     gpus = [FakeGpu() for _ in range(int(words[-1][-1]))]
     for command in (["doctor"], ["matrix", "--dry-run"]):
         planned = repro(FakeNvml(gpus), *command, *words, f"stack=python:{python}")
-        assert planned.code == 3 and reason in " ".join((planned.out + planned.err).split()), planned.out + planned.err
-    done = repro(FakeNvml(gpus), "matrix", *words, f"stack=python:{python}", f"results={tmp_path / 'results'}")
+        assert planned.code == 3 and reason in " ".join((planned.out + planned.err).split()), (
+            planned.out + planned.err
+        )
+    done = repro(
+        FakeNvml(gpus),
+        "matrix",
+        *words,
+        f"stack=python:{python}",
+        f"results={tmp_path / 'results'}",
+    )
     assert done.code == 3 and reason in " ".join((done.out + done.err).split()), done.out + done.err

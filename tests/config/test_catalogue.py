@@ -11,7 +11,9 @@ from repro_matrix.errors import ConfigError
 
 NORM = "case/qwen15-fsdp-norm-shard.yaml"
 DDP = "case/ddp-unfinished-reduction.yaml"
-DDP_INVARIANTS = "invariants: {parameters: whole, gradients: whole, updates: whole, collectives: [reduce]}"
+DDP_INVARIANTS = (
+    "invariants: {parameters: whole, gradients: whole, updates: whole, collectives: [reduce]}"
+)
 
 
 def edit(conf: Path, name: str, old: str, new: str) -> None:
@@ -37,7 +39,9 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
         assert case.kind == "control" or case.references, case.slug
         first, *others = [variant.role for variant in case.variants.values()]
         assert first == "unfixed" and "unfixed" not in others, case.slug
-        assert case.kind == "control" or "fix" in others, f"{case.slug}: a failure without a known fix"
+        assert case.kind == "control" or "fix" in others, (
+            f"{case.slug}: a failure without a known fix"
+        )
     needs = found.strategies["fsdp2"].needs_on
     assert needs("cuda") == ["torch>=2.4"] and needs("cpu") == ["torch>=2.4", "torch>=2.7"]
 
@@ -46,26 +50,71 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
     ("file", "old", "new", "expected"),
     [
         (NORM, "signatures:", "signaturs:", ["'signaturs'", "did you mean 'signatures'"]),
-        (NORM, "    package: transformers", "    pakage: transformers", ["signatures.0.pakage", "'package'"]),
+        (
+            NORM,
+            "    package: transformers",
+            "    pakage: transformers",
+            ["signatures.0.pakage", "'package'"],
+        ),
         (NORM, "kind: failure", "kind: failur", ["did you mean 'failure'"]),
         (NORM, "slug: ", "slug: [unclosed\nslug: ", [f"{NORM}:", "not valid YAML"]),
         (NORM, "slug: ", "title: first\nslug: ", ["'title' given twice"]),
         (NORM, "kind: failure", "kind: control", ["exactly one variant"]),
         (NORM, "The size of tensor a", "(The size of tensor a", ["not a regular expression"]),
-        (NORM, "axes: {model: [", "axes: {model: [qwen1.5-05b, ", ["qwen1.5-05b", "did you mean 'qwen1.5-0.5b'"]),
+        (
+            NORM,
+            "axes: {model: [",
+            "axes: {model: [qwen1.5-05b, ",
+            ["qwen1.5-05b", "did you mean 'qwen1.5-0.5b'"],
+        ),
         (NORM, "strategy: [", "strategy: [fspd, ", ["fspd", "did you mean 'fsdp'"]),
-        (NORM, "preserve_config: [hidden_size]", "preserve_config: [hiden_size]", ["preserve_config", "'hidden_size'"]),
+        (
+            NORM,
+            "preserve_config: [hidden_size]",
+            "preserve_config: [hiden_size]",
+            ["preserve_config", "'hidden_size'"],
+        ),
         (NORM, "slug: ", "script: no.py\nslug: ", ["unknown script 'no.py'"]),
         # variants: a mistyped option, a value that an option does not take, an undeclared flag
-        (NORM, "{use_orig_params: false}", "{use_orig_param: false}", ["variants.no-orig-params", "'use_orig_params'"]),
-        (NORM, "options: {wrap: layer}, help", "options: {wrap: layers}, help", ["did you mean 'layer'"]),
+        (
+            NORM,
+            "{use_orig_params: false}",
+            "{use_orig_param: false}",
+            ["variants.no-orig-params", "'use_orig_params'"],
+        ),
+        (
+            NORM,
+            "options: {wrap: layer}, help",
+            "options: {wrap: layers}, help",
+            ["did you mean 'layer'"],
+        ),
         (NORM, "min_num_params: 2000}", "min_params: 2000}", ["did you mean 'min_num_params'"]),
         (NORM, "min_num_params: 2000}", "min_num_params: two}", ["not of type int"]),
-        (DDP, "\nclaims:", "\n  lie: {role: probe, help: a lie, flags: {tuch: true}}\nclaims:", ["'tuch'"]),
-        (DDP, "\nclaims:", "\n  lie: {role: probe, help: a lie, flags: {touch: 'yes'}}\nclaims:", ["flag touch takes"]),
+        (
+            DDP,
+            "\nclaims:",
+            "\n  lie: {role: probe, help: a lie, flags: {tuch: true}}\nclaims:",
+            ["'tuch'"],
+        ),
+        (
+            DDP,
+            "\nclaims:",
+            "\n  lie: {role: probe, help: a lie, flags: {touch: 'yes'}}\nclaims:",
+            ["flag touch takes"],
+        ),
         # roles: missing, wrong, a second unfixed, an unfixed that is something else
-        (DDP, "freeze: {role: fix, ", "freeze: {", ["variants.freeze.role", "is missing", "fix, non_fix, probe"]),
-        (DDP, "freeze: {role: fix", "freeze: {role: nonfix", ["variants.freeze.role", "did you mean 'non_fix'"]),
+        (
+            DDP,
+            "freeze: {role: fix, ",
+            "freeze: {",
+            ["variants.freeze.role", "is missing", "fix, non_fix, probe"],
+        ),
+        (
+            DDP,
+            "freeze: {role: fix",
+            "freeze: {role: nonfix",
+            ["variants.freeze.role", "did you mean 'non_fix'"],
+        ),
         (
             DDP,
             "freeze: {role: fix",
@@ -74,8 +123,18 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
         ),
         (DDP, "unfixed: {", "unfixed: {role: probe, ", ["variants: unfixed: ", "not probe"]),
         # variants that would measure nothing
-        (DDP, "\nclaims:", "\n  lie: {role: probe, help: a lie, flags: {touch: false}}\nclaims:", ["changes nothing"]),
-        (NORM, "\nclaims:", "\n  twin: {role: probe}\nclaims:", ["variants.twin", "'unfixed'", "changes nothing"]),
+        (
+            DDP,
+            "\nclaims:",
+            "\n  lie: {role: probe, help: a lie, flags: {touch: false}}\nclaims:",
+            ["changes nothing"],
+        ),
+        (
+            NORM,
+            "\nclaims:",
+            "\n  twin: {role: probe}\nclaims:",
+            ["variants.twin", "'unfixed'", "changes nothing"],
+        ),
         (
             NORM,
             "\nclaims:",
@@ -83,11 +142,26 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
             ["changes nothing"],
         ),
         # claims and pass criteria
-        (DDP, "variant: find-unused", "variant: find-unsed", ["claims.", "did you mean 'find-unused'"]),
+        (
+            DDP,
+            "variant: find-unused",
+            "variant: find-unsed",
+            ["claims.", "did you mean 'find-unused'"],
+        ),
         (NORM, "[logits]", "[logit]", ["pass_criteria.checks", "did you mean 'logits'"]),
-        ("case/train-step.yaml", "checks:", "check:", ["pass_criteria.check", "did you mean 'checks'"]),
+        (
+            "case/train-step.yaml",
+            "checks:",
+            "check:",
+            ["pass_criteria.check", "did you mean 'checks'"],
+        ),
         # strategies
-        ("strategy/fsdp.yaml", "sharding: FULL_SHARD", "sharding: FULL", ["option sharding", "FULL_SHARD"]),
+        (
+            "strategy/fsdp.yaml",
+            "sharding: FULL_SHARD",
+            "sharding: FULL",
+            ["option sharding", "FULL_SHARD"],
+        ),
         ("strategy/ddp.yaml", DDP_INVARIANTS, "", ["key 'invariants' is missing"]),
         ("strategy/ddp.yaml", DDP_INVARIANTS, "invariants: {}", ["invariants: none"]),
     ],
@@ -131,9 +205,14 @@ def test_compose_run_after_config_yaml_changed_reads_it_again(conf: Path) -> Non
 
 
 def test_wrong_setting_names_the_file_that_has_it(conf: Path) -> None:
-    (conf / "matrix" / "mine.yaml").write_text("# @package _global_\nrepeat: 0\nmatrix: {mine: {case: [a]}}\n")
+    (conf / "matrix" / "mine.yaml").write_text(
+        "# @package _global_\nrepeat: 0\nmatrix: {mine: {case: [a]}}\n"
+    )
     edit(conf, "config.yaml", "seed: 0", "seed: high")
-    for overrides, where in ((["+matrix=mine", "seed=1"], "matrix/mine.yaml: repeat: "), (["seed=low"], "run settings"),
-                             (["jobs=1"], "conf/config.yaml: seed: ")):  # fmt: skip
+    for overrides, where in (
+        (["+matrix=mine", "seed=1"], "matrix/mine.yaml: repeat: "),
+        (["seed=low"], "run settings"),
+        (["jobs=1"], "conf/config.yaml: seed: "),
+    ):
         with pytest.raises(ConfigError, match=where):
             compose_run(overrides, conf)

@@ -44,7 +44,12 @@ def changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
     ("file", "text", "time", "reported"),
     [
         ("torch/nn/fsdp.py", SOURCE, 2_000_000_000, False),  # a copied environment
-        ("torch/nn/fsdp.py", "def wrap(): 1/0\n", 2_000_000_000, True),  # as long as before, and younger
+        (
+            "torch/nn/fsdp.py",
+            "def wrap(): 1/0\n",
+            2_000_000_000,
+            True,
+        ),  # as long as before, and younger
         ("torch/nn/fsdp.py", "longer than before, with its old time\n", 1, True),
         ("torch/l.so", "ELF and more", 1, True),
         ("torch/nn/fsdp.py", None, 1, True),  # deleted
@@ -82,12 +87,16 @@ def test_package_that_is_no_release_is_a_change(tmp_path: Path, changes: Any) ->
     (tree / "torch" / "patched.py").write_text("1/0\n")
     (other,) = changes_from({"url": tree.as_uri(), "dir_info": {}})
     assert other.digest != one.digest, "another patch is another stack"
-    (fork,) = changes_from({"url": "https://example.org/torch", "vcs_info": {"vcs": "git", "commit_id": "abc"}})
+    (fork,) = changes_from(
+        {"url": "https://example.org/torch", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    )
     assert "https://example.org/torch" in fork.note
     assert changes_from({"url": "file:///wheels/torch.whl", "archive_info": {}}) == []
 
 
-def test_changed_environment_or_overlay_is_another_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_environment_or_overlay_is_another_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def base_has(*changes: Change) -> None:
         monkeypatch.setattr(spec, "changes", lambda python: changes)
 
@@ -118,4 +127,8 @@ def test_package_folders_include_the_base_environment_and_pth_folders(tmp_path: 
     (packages / "more.pth").write_text(f"{beside}\n")
     _, folders = inspect_python(str(outer / "bin" / "python"))
     assert packages in folders and beside in folders
-    assert any(folder.name in ("site-packages", "dist-packages") for folder in folders if folder != packages)
+    assert any(
+        folder.name in ("site-packages", "dist-packages")
+        for folder in folders
+        if folder != packages
+    )

@@ -25,21 +25,36 @@ esac
     ("words", "works", "installed"),
     [
         ([], "uv pip", ["torch", "-e .[stack,test]"]),
-        ([], "driver uv pip", ["uv", "uv", "-e .[stack,test]"]),  # pip installs uv, uv the build that fits
+        (
+            [],
+            "driver uv pip",
+            ["uv", "uv", "-e .[stack,test]"],
+        ),  # pip installs uv, uv the build that fits
         ([], "driver pip", ["uv", "uv", "torch", "-e .[stack,test]"]),  # only PyPI can be reached
         ([], "uv", ["torch"]),  # no network: it stops there
         ([], "has_torch driver uv pip", ["-e .[stack,test]"]),  # a vendor's container
         (["TORCH=", "EXTRAS="], "driver uv pip", ["-e ."]),  # the controller alone
     ],
 )
-def test_setup_installs_what_fits(tmp_path: Path, words: list[str], works: str, installed: list[str]) -> None:
+def test_setup_installs_what_fits(
+    tmp_path: Path, words: list[str], works: str, installed: list[str]
+) -> None:
     log, python = tmp_path / "log", tmp_path / "bin" / "python"
     python.parent.mkdir()
     codes = {name: int(name not in works.split()) for name in ("has_torch", "uv", "pip")}
-    for path in (python, python.with_name("pip")):  # without pip, a real environment would be created
+    for path in (
+        python,
+        python.with_name("pip"),
+    ):  # without pip, a real environment would be created
         path.write_text(FAKE.format(log=log, **codes), encoding="utf-8")
         path.chmod(0o755)
-    command = ["make", "setup", f"VENV={tmp_path}", f"HAS_NVIDIA_DRIVER={str('driver' in works).lower()}", *words]
+    command = [
+        "make",
+        "setup",
+        f"VENV={tmp_path}",
+        f"HAS_NVIDIA_DRIVER={str('driver' in works).lower()}",
+        *words,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert log.read_text().splitlines() == installed, done.stderr
     assert (done.returncode == 0) == (installed[-1] != "torch")
@@ -99,21 +114,33 @@ def test_an_existing_environment_keeps_its_packages(parent: Path, tmp_path: Path
     assert (parent / "installed").read_text().endswith(" -e .")
     assert {"torch==2.11.0", "numpy==1.26.1"} <= set((parent / "pins").read_text().split())
     (parent / "installed").unlink()
-    assert make(parent, tmp_path).returncode == 0 and not (parent / "installed").exists(), "installed twice"
+    assert make(parent, tmp_path).returncode == 0 and not (parent / "installed").exists(), (
+        "installed twice"
+    )
 
 
-@pytest.mark.parametrize("spelling", ["~/parent", "{parent}/", "{relative}", "{parent}/bin", "{parent}/bin/python3"])
-def test_an_environment_has_one_stamp_however_its_path_is_written(spelling: str, parent: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spelling", ["~/parent", "{parent}/", "{relative}", "{parent}/bin", "{parent}/bin/python3"]
+)
+def test_an_environment_has_one_stamp_however_its_path_is_written(
+    spelling: str, parent: Path, tmp_path: Path
+) -> None:
     written = spelling.format(parent=parent, relative=os.path.relpath(parent, ROOT))
     show = ["make", "-pn", "help", f"PYTHON_ENV={written}"]
-    database = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HOME": str(tmp_path)})
+    database = subprocess.run(
+        show, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HOME": str(tmp_path)}
+    )
     assert f"\nVENV := {parent}\n" in database.stdout
     assert make(written, tmp_path).returncode == 0 and (parent / "installed").exists()
 
 
-def test_an_environment_that_prints_at_every_start_is_prepared_once(parent: Path, tmp_path: Path) -> None:
+def test_an_environment_that_prints_at_every_start_is_prepared_once(
+    parent: Path, tmp_path: Path
+) -> None:
     site = next(parent.glob("lib/python*/site-packages"))
-    (site / "sitecustomize.py").write_text("import atexit; print('welcome all'); atexit.register(print, 'OK')")
+    (site / "sitecustomize.py").write_text(
+        "import atexit; print('welcome all'); atexit.register(print, 'OK')"
+    )
     for _ in range(2):
         done = make(parent, tmp_path)
         assert done.returncode == 0, done.stderr
@@ -122,14 +149,18 @@ def test_an_environment_that_prints_at_every_start_is_prepared_once(parent: Path
 
 @pytest.mark.parametrize("pip", ["", "21.0.1"])
 @pytest.mark.parametrize("uv", [True, False])
-def test_uv_takes_the_place_of_a_missing_or_old_pip(pip: str, uv: bool, parent: Path, tmp_path: Path) -> None:
+def test_uv_takes_the_place_of_a_missing_or_old_pip(
+    pip: str, uv: bool, parent: Path, tmp_path: Path
+) -> None:
     site = next(parent.glob("lib/python*/site-packages"))
     (site / "pip").rename(site / "kept")
     if pip:
         (site / "pip").mkdir()
         (site / "pip" / "__init__.py").write_text(f"__version__ = {pip!r}")
     if uv:  # the environment's own
-        (parent / "bin" / "uv").write_text(f"#!{sys.executable}\n__file__ = {str(site / 'kept' / 'uv')!r}\n" + UV + PIP)
+        (parent / "bin" / "uv").write_text(
+            f"#!{sys.executable}\n__file__ = {str(site / 'kept' / 'uv')!r}\n" + UV + PIP
+        )
         (parent / "bin" / "uv").chmod(0o755)
     done = make(parent, tmp_path)
     assert (done.returncode == 0) == uv == (parent / "installed").exists(), done.stderr
@@ -146,15 +177,27 @@ def test_another_repro_matrix_is_not_replaced(there: str, parent: Path, tmp_path
     if there == "a checkout":
         (site / "repro.pth").write_text(str(other.parent))
     done = make(parent, tmp_path)
-    assert done.returncode == 2 and str(other) in done.stderr and "uninstall repro-matrix" in done.stderr
-    assert f"stack=python:{parent}/bin/python" in done.stderr and not (parent / "installed").exists()
+    assert (
+        done.returncode == 2
+        and str(other) in done.stderr
+        and "uninstall repro-matrix" in done.stderr
+    )
+    assert (
+        f"stack=python:{parent}/bin/python" in done.stderr and not (parent / "installed").exists()
+    )
 
 
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [("missing", "No such file"), ("no permission", "Permission denied"), ("broken link", "link to /no/such/python")],
+    [
+        ("missing", "No such file"),
+        ("no permission", "Permission denied"),
+        ("broken link", "link to /no/such/python"),
+    ],
 )
-def test_the_cause_why_a_python_cannot_be_run_is_named(how: str, cause: str, parent: Path, tmp_path: Path) -> None:
+def test_the_cause_why_a_python_cannot_be_run_is_named(
+    how: str, cause: str, parent: Path, tmp_path: Path
+) -> None:
     for python in parent.glob("bin/python*"):
         python.unlink()
     if how == "no permission":
@@ -172,7 +215,9 @@ def test_a_path_with_a_space_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["python", "torch", "permission"])
-def test_an_environment_that_cannot_be_used_is_named(lacks: str, parent: Path, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_used_is_named(
+    lacks: str, parent: Path, tmp_path: Path
+) -> None:
     site = next(parent.glob("lib/python*/site-packages"))
     if lacks == "torch":
         (site / "torch" / "__init__.py").unlink()

@@ -17,7 +17,16 @@ import stack_wheels
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, PyPISimple
 from repro_matrix import paths
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, StackError, build, defined_stacks, make_lock, prune, resolve, spec
+from repro_matrix.environment.stacks import (
+    Stack,
+    StackError,
+    build,
+    defined_stacks,
+    make_lock,
+    prune,
+    resolve,
+    spec,
+)
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.lock import Release
 
@@ -56,10 +65,15 @@ def define(conf: Path, name: str, lock: bool = True, **keys: object) -> None:
 
 def versions(stack: Stack, *packages: str) -> tuple[str, ...]:
     """The versions that a process of the stack imports."""
-    code = "import importlib, sys; print(*(importlib.import_module(n).__version__ for n in sys.argv[1:]))"
+    code = (
+        "import importlib, sys; print(*(importlib.import_module(n).__version__ for n in"
+        " sys.argv[1:]))"
+    )
     env = {**os.environ, **stack.environment({})}
     command = [stack.python, "-c", code, *packages]
-    return tuple(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split())
+    return tuple(
+        subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
+    )
 
 
 # -- locks
@@ -72,8 +86,12 @@ def test_shipped_locks_fit_their_definitions_and_contain_hashes_and_no_address()
         lock = locks.read(ROOT / "conf" / "stack" / "locks" / f"{item.name}.txt")
         assert item.state in ("built", "locked"), f"{item.name}: {item.state}"
         assert "://" not in lock.text and "index" not in lock.body, item.name
-        pinned = [line for line in lock.body.splitlines() if line.strip() and not line.startswith(" ")]
-        assert pinned and all(line.endswith("\\") for line in pinned), f"{item.name}: a pin without hashes"
+        pinned = [
+            line for line in lock.body.splitlines() if line.strip() and not line.startswith(" ")
+        ]
+        assert pinned and all(line.endswith("\\") for line in pinned), (
+            f"{item.name}: a pin without hashes"
+        )
         pins = dict(pin.split("==") for pin in item.pins if "==" in pin)
         assert pins.items() <= lock.pins.items(), item.name
 
@@ -81,7 +99,10 @@ def test_shipped_locks_fit_their_definitions_and_contain_hashes_and_no_address()
 def test_resolve_outdated_or_missing_lock_raises(conf: Path) -> None:
     define(conf, "small", lock=False, pins=["top==1.1"])
     define(conf, "bare", lock=False, pins=["top==1.0"])
-    assert {item.name: item.state for item in defined_stacks()} == {"small": "out of date", "bare": "not locked"}
+    assert {item.name: item.state for item in defined_stacks()} == {
+        "small": "out of date",
+        "bare": "not locked",
+    }
     for name in ("small", "bare"):
         with pytest.raises(StackError, match=f"repro stack lock {name}"):
             resolve(name)
@@ -92,7 +113,9 @@ def test_no_deps_are_installed_as_they_are(conf: Path) -> None:
     assert versions(resolve("bent"), "top", "part") == ("1.0", "2.0")
 
 
-def test_floating_stack_is_resolved_daily_also_offline(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floating_stack_is_resolved_daily_also_offline(
+    conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     define(conf, "moving", lock=False, floating=True, pins=["top"])
     assert resolve("moving").versions["top"] == "2.0"
     stack_wheels.wheel(conf.parent / "wheels", "top", "3.0")
@@ -114,24 +137,35 @@ def test_build_happens_once(conf: Path) -> None:
     stack = resolve("small", say=log.append)
     assert log and versions(stack, "top", "part") == ("1.0", "1.0")
     assert stack.versions["top"] == "1.0" and stack.versions["python"].startswith(HERE)
-    assert list((build.stacks_dir() / stack.key).glob("env-*/lib/python3*/site-packages/top/__pycache__/*.pyc"))
+    assert list(
+        (build.stacks_dir() / stack.key).glob(
+            "env-*/lib/python3*/site-packages/top/__pycache__/*.pyc"
+        )
+    )
     log.clear()
     assert resolve("small", say=log.append) == stack and log == []
     assert [item.state for item in defined_stacks()] == ["built"]
 
 
 def test_concurrent_builds_make_one_environment(conf: Path) -> None:
-    code = "import sys, pathlib; from repro_matrix import paths; paths.CONF = pathlib.Path(sys.argv[1])\n"
+    code = (
+        "import sys, pathlib; from repro_matrix import paths; paths.CONF ="
+        " pathlib.Path(sys.argv[1])\n"
+    )
     code += "from repro_matrix.environment.stacks import resolve; print(resolve('small').python)"
     command = [sys.executable, "-c", code, str(conf)]
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     pythons = {run.communicate(timeout=600)[0].strip() for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0] and len(pythons) == 1
     assert len(list(build.stacks_dir().glob("*/env-*"))) == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_failed_build_leaves_nothing(conf: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_failed_build_leaves_nothing(
+    conf: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     monkeypatch.setattr(build, "inspect_python", mock.Mock(side_effect=error))
     with pytest.raises((KeyboardInterrupt, StackError)) as caught:
         resolve("small")
@@ -153,9 +187,13 @@ def test_damaged_cache_is_rebuilt(conf: Path) -> None:
 def test_prune_removes_old_named_and_unfinished_stacks(conf: Path) -> None:
     resolve("small")
     (build.stacks_dir() / "feedbeef" / "env-half").mkdir(parents=True)
-    assert [(item.name, item.whole) for item in stacks.cached_stacks(["small"])] == [("small", True)]
+    assert [(item.name, item.whole) for item in stacks.cached_stacks(["small"])] == [
+        ("small", True)
+    ]
     assert [item.key for item in prune()] == ["feedbeef"]
-    assert [item.name for item in prune(older_than_days=0)] == ["small"] and stacks.cached_stacks() == []
+    assert [item.name for item in prune(older_than_days=0)] == [
+        "small"
+    ] and stacks.cached_stacks() == []
 
 
 # -- overlays, other torches
@@ -174,10 +212,15 @@ def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf
     assert resolve("small+top==1.0").key == base.key  # replaced by itself
     assert versions(resolve(f"python:{base.python}+top==1.1"), "top") == ("1.1",)
     compiled = resolve("small+deepspeed==1.0")
-    assert compiled.moved == {"deepspeed": ("", "1.0")} and compiled.extensions_dir != base.extensions_dir
+    assert (
+        compiled.moved == {"deepspeed": ("", "1.0")}
+        and compiled.extensions_dir != base.extensions_dir
+    )
     prune(names=("small",))
     again = resolve("small+top==2.0")  # follows its base, which is built again
-    assert again.python != over.python and again.key == over.key and versions(again, "top") == ("2.0",)
+    assert (
+        again.python != over.python and again.key == over.key and versions(again, "top") == ("2.0",)
+    )
 
 
 def test_another_torch_is_a_whole_environment_and_keeps_the_rest(conf: Path) -> None:
@@ -209,9 +252,27 @@ def test_with_release_names_a_probe_that_parses() -> None:
 
 
 def test_differences_leave_out_what_torch_brings() -> None:
-    good = {"python": "3.10.1", "torch": "2.2", "nvidia-nccl-cu12": "1", "triton": "2", "a": "1", "b": "1"}
-    bad = {"python": "3.11.1", "torch": "2.6", "nvidia-nccl-cu12": "2", "triton": "3", "a": "1", "c": "3"}
-    assert stacks.differences(good, bad) == {"torch": ("2.2", "2.6"), "b": ("1", ""), "c": ("", "3")}
+    good = {
+        "python": "3.10.1",
+        "torch": "2.2",
+        "nvidia-nccl-cu12": "1",
+        "triton": "2",
+        "a": "1",
+        "b": "1",
+    }
+    bad = {
+        "python": "3.11.1",
+        "torch": "2.6",
+        "nvidia-nccl-cu12": "2",
+        "triton": "3",
+        "a": "1",
+        "c": "3",
+    }
+    assert stacks.differences(good, bad) == {
+        "torch": ("2.2", "2.6"),
+        "b": ("1", ""),
+        "c": ("", "3"),
+    }
 
 
 # -- the user's own
@@ -225,7 +286,11 @@ def test_requirements_file_is_a_stack_and_follows_its_includes(conf: Path, tmp_p
     assert versions(stack, "top", "part", "other") == ("1.1", "1.0", "1.0")
     other = resolve(f"{mine}+torch@2.0+top@2.0")  # another torch keeps the rest
     assert versions(other, "torch", "top", "other") == ("2.0", "2.0", "1.0")
-    assert other.path == () and set(stacks.differences(stack.versions, other.versions)) == {"torch", "top", "part"}
+    assert other.path == () and set(stacks.differences(stack.versions, other.versions)) == {
+        "torch",
+        "top",
+        "part",
+    }
     (tmp_path / "more.txt").write_text("other==1.1\n", encoding="utf-8")
     assert versions(resolve(str(mine)), "other") == ("1.1",)
 
@@ -233,13 +298,18 @@ def test_requirements_file_is_a_stack_and_follows_its_includes(conf: Path, tmp_p
 def test_uv_lock_is_a_stack(conf: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
-    text = '[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["top==1.0"]\n'
+    text = (
+        '[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies ='
+        ' ["top==1.0"]\n'
+    )
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
     locks.run_uv("lock", ["lock", "--project", str(project)])
     assert versions(resolve(str(project / "uv.lock")), "part") == ("1.0",)
 
 
-def test_existing_environment_has_one_label_in_every_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_environment_has_one_label_in_every_checkout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = resolve("current")
     assert here.python == sys.executable and "pytest" in here.versions
     assert resolve(f"python:{sys.executable}").versions == here.versions
@@ -247,13 +317,20 @@ def test_existing_environment_has_one_label_in_every_checkout(monkeypatch: pytes
     monkeypatch.setattr(spec, "inspect_python", lambda python: ({**versions, "ruff": python}, ()))
     one, other = (spec.existing("current", path) for path in ("/one/python", "/other/python"))
     assert one.label_key == other.label_key and one.key != other.key
-    assert len({spec.existing("python:x", path).label_key for path in ("/one/python", "/other/python")}) == 2
+    assert (
+        len(
+            {spec.existing("python:x", path).label_key for path in ("/one/python", "/other/python")}
+        )
+        == 2
+    )
 
 
 def test_python_that_prints_by_itself_is_a_stack(tmp_path: Path) -> None:
     """A sitecustomize that greets, an exit handler, a wrapper of a cluster."""
     noisy = tmp_path / "python"
-    noisy.write_text(f"#!/bin/sh\nprintf welcome\n{sys.executable} \"$@\"\necho '[bye]'\n", encoding="utf-8")
+    noisy.write_text(
+        f"#!/bin/sh\nprintf welcome\n{sys.executable} \"$@\"\necho '[bye]'\n", encoding="utf-8"
+    )
     noisy.chmod(0o755)
     assert spec.existing("python:x", str(noisy)).versions == resolve("current").versions
 
@@ -287,7 +364,9 @@ def test_resolve_errors_have_a_kind_and_a_hint(conf: Path, monkeypatch: pytest.M
     with pytest.raises(StackError, match="sampleproject") as caught:
         define(conf, "away", pins=["sampleproject==1.0"])
     assert (caught.value.kind, caught.value.exit_code) == ("infra", 3)
-    full = locks.uv_error("stack x", "error: Failed to write\n  cause: No space left on device (os error 28)")
+    full = locks.uv_error(
+        "stack x", "error: Failed to write\n  cause: No space left on device (os error 28)"
+    )
     assert full.kind == "infra" and "os error 28" in str(full)
     assert locks.uv_error("stack x", "error: Hash mismatch for `top==1.0`").kind == "unavailable"
 
@@ -303,7 +382,10 @@ PAGE = """<!DOCTYPE html><html><body>
 <a href="demo-1.2.win32.exe">demo-1.2.win32.exe</a>
 <a href="demo-1.10.1-py3-none-any.whl">demo-1.10.1-py3-none-any.whl</a>
 </body></html>"""
-RANGE = [Release(version) for version in ("4.35.2", "4.36.0", "4.36.2", "5.0.0", "5.23.0", "5.23.1", "5.24.0")]
+RANGE = [
+    Release(version)
+    for version in ("4.35.2", "4.36.0", "4.36.2", "5.0.0", "5.23.0", "5.23.1", "5.24.0")
+]
 
 
 @pytest.fixture
@@ -328,7 +410,11 @@ def listed(found: Sequence[Release]) -> list[str]:
 
 
 def test_releases_leave_out_yanked_and_pre_releases_unless_requested(requested: list[str]) -> None:
-    assert listed(locks.releases("Demo")) == ["1.0", "1.10", "1.10.1"]  # one file of 1.0 is yanked, the other is not
+    assert listed(locks.releases("Demo")) == [
+        "1.0",
+        "1.10",
+        "1.10.1",
+    ]  # one file of 1.0 is yanked, the other is not
     assert listed(locks.releases("demo", yanked=True)) == ["1.0", "1.9", "1.10", "1.10.1"]
     assert listed(locks.releases("demo", pre=True)) == ["1.0", "1.10", "1.10.1", "1.11rc1"]
     with pytest.raises(StackError, match="did you mean 'transformers'"):
@@ -360,7 +446,13 @@ def test_between_and_exact_select_releases_or_name_the_nearest() -> None:
     def between_of(text: str) -> list[str]:
         return listed(locks.between(RANGE, *locks.parse_between(text)))
 
-    assert between_of("4.36..5.23") == ["4.36.0", "4.36.2", "5.0.0", "5.23.0", "5.23.1"], "with its end's patches"
+    assert between_of("4.36..5.23") == [
+        "4.36.0",
+        "4.36.2",
+        "5.0.0",
+        "5.23.0",
+        "5.23.1",
+    ], "with its end's patches"
     assert between_of("5.24..") == ["5.24.0"] and between_of("..") == listed(RANGE)
     for text in ("4.36", "4.36..new", "4.45..4.36", "6..7"):
         with pytest.raises(StackError):

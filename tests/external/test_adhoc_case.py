@@ -1,4 +1,5 @@
-"""A user's script as an ad-hoc case: what is launched, what counts as its failure, and how that is graded."""
+"""A user's script as an ad-hoc case: what is launched, what counts as its failure, and how that is
+graded."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case
 from repro_matrix.external.adhoc_case import known_failures
-from repro_matrix.external.script_failure import Failure, error, exit_code, hang, learned, log, metric
+from repro_matrix.external.script_failure import (
+    Failure,
+    error,
+    exit_code,
+    hang,
+    learned,
+    log,
+    metric,
+)
 from repro_matrix.external.scripts import describe
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch.attempt import CUT
@@ -59,10 +68,18 @@ IN_THREAD["ranks"][0]["record"]["threads"] = [raised("ValueError", "bad value 3"
     ("failure", "observation", "outcome"),
     [
         (error("IndexError: list index"), FAILED, "reproduced"),
-        (error("RuntimeError: Connection closed"), FAILED, "other_failure"),  # follows from the other rank's
+        (
+            error("RuntimeError: Connection closed"),
+            FAILED,
+            "other_failure",
+        ),  # follows from the other rank's
         (error("IndexError"), FINE, "passed"),
         (error("ValueError: bad value"), IN_THREAD, "reproduced"),
-        (error("KeyError"), IN_THREAD, "passed"),  # the rank went on: only an error that was described counts
+        (
+            error("KeyError"),
+            IN_THREAD,
+            "passed",
+        ),  # the rank went on: only an error that was described counts
         (ANY, IN_THREAD, "passed"),
         (ANY, FAILED, "other_failure"),
         (ANY, FINE, "passed"),
@@ -82,9 +99,19 @@ IN_THREAD["ranks"][0]["record"]["threads"] = [raised("ValueError", "bad value 3"
         (ANY, seen(rank(0), command_exit=1), "other_failure"),
         (ANY, seen(rank(0), interrupted=True), "infra_error"),
         (error("IndexError"), infra("launch", rank(0, None)), "infra_error"),
-        (error("OutOfMemoryError"), infra("memory", rank(0, 1, raised("OutOfMemoryError", "CUDA"))), "reproduced"),
+        (
+            error("OutOfMemoryError"),
+            infra("memory", rank(0, 1, raised("OutOfMemoryError", "CUDA"))),
+            "reproduced",
+        ),
         (ANY, infra("import", rank(0, 1, raised("ImportError", "no x"))), "other_failure"),
-        (ANY, infra("gpu_failure", rank(0, 1, raised("RuntimeError", "CUDA error: uncorrectable ECC"))), "infra_error"),
+        (
+            ANY,
+            infra(
+                "gpu_failure", rank(0, 1, raised("RuntimeError", "CUDA error: uncorrectable ECC"))
+            ),
+            "infra_error",
+        ),
     ],
 )
 def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:
@@ -104,7 +131,9 @@ def test_learned_failure_matches_only_itself(same: bool, other: Json) -> None:
     once = seen(rank(0, 1, raised("ValueError", "size 512 of 3", WHERE, UPSTREAM)))
     known = learned(graded(ANY, once), {"observation": once, "outcome": {}})  # type: ignore[typeddict-item]
     assert known is not None
-    assert graded(known, seen(rank(0, 1, other))).outcome == ("reproduced" if same else "other_failure")
+    assert graded(known, seen(rank(0, 1, other))).outcome == (
+        "reproduced" if same else "other_failure"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,11 +189,18 @@ def test_printed_of_logs_has_lines_and_numbers(
 @pytest.mark.parametrize(
     ("line", "value"),
     [
-        ("loss 3.5", 3.5), ("loss: 3.5,", 3.5), ("step 3 loss=1e-3 lr 2", 1e-3), ('{"loss": 2, "x": 1}', 2.0),
-        ("{'loss': 3.25, 'epoch': 1}", 3.25), ("eval_loss 3.5", None), ("loss is bad", None),
-        ("rank 0 LOSS -0.5", -0.5), ("loss: inf", 1e308), ('{"loss": -Infinity}', -1e308),
+        ("loss 3.5", 3.5),
+        ("loss: 3.5,", 3.5),
+        ("step 3 loss=1e-3 lr 2", 1e-3),
+        ('{"loss": 2, "x": 1}', 2.0),
+        ("{'loss': 3.25, 'epoch': 1}", 3.25),
+        ("eval_loss 3.5", None),
+        ("loss is bad", None),
+        ("rank 0 LOSS -0.5", -0.5),
+        ("loss: inf", 1e308),
+        ('{"loss": -Infinity}', -1e308),
     ],
-)  # fmt: skip
+)
 def test_metric_in_a_line_is_its_number(line: str, value: float | None) -> None:
     wanted = metric("loss > 3.2").metric
     assert wanted and metric_in(line, wanted) == value
@@ -177,11 +213,25 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)")
     made = adhoc_case.command_of_script(str(script), 2, "--lr '1 2'")
-    assert made.argv[-3:] == (str(script), "--lr", "1 2") and (made.name, made.nproc, made.plain) == ("train", 2, False)
+    assert made.argv[-3:] == (str(script), "--lr", "1 2") and (
+        made.name,
+        made.nproc,
+        made.plain,
+    ) == ("train", 2, False)
     for words, argv, nproc, plain in (
         (f"torchrun --nproc_per_node=4 {script}", ("-m", "torch.distributed.run"), 4, False),
-        (f"python -m torch.distributed.run --nproc-per-node 3 {script}", ("-m", "torch.distributed.run"), 3, False),
-        (f"accelerate launch --cpu --num_processes 2 {script}", ("-m", "accelerate.commands.launch"), 2, False),
+        (
+            f"python -m torch.distributed.run --nproc-per-node 3 {script}",
+            ("-m", "torch.distributed.run"),
+            3,
+            False,
+        ),
+        (
+            f"accelerate launch --cpu --num_processes 2 {script}",
+            ("-m", "accelerate.commands.launch"),
+            2,
+            False,
+        ),
         (f"deepspeed --num_gpus 2 {script} --x", ("-m", "deepspeed.launcher.runner"), 2, False),
         (f"python3.11 {script} --x", (str(script), "--x"), 1, True),
         ("python -m some.train", ("-m", "some.train"), 1, True),
@@ -189,7 +239,10 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         found = adhoc_case.command_of_words(words.split())
         assert (found.argv[:2], found.nproc, found.plain) == (argv, nproc, plain), words
     assert adhoc_case.command_of_words(["torchrun", str(script)]).nproc == 1
-    assert adhoc_case.command_of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc == 2
+    assert (
+        adhoc_case.command_of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc
+        == 2
+    )
     with pytest.raises(ConfigError, match="but --nproc is 3"):
         adhoc_case.command_of_words(["torchrun", "--nproc-per-node", "2", str(script)], 3)
 
@@ -210,12 +263,18 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
     ],
 )
 def test_run_bad_input_is_refused_before_a_launch(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("x = 1\nif True\n    pass\n")
     Path("good.py").write_text("print(1)\n")
-    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: pytest.fail("launched"))
+    monkeypatch.setattr(
+        "repro_matrix.runner.workspace.open_launcher", lambda name: pytest.fail("launched")
+    )
     assert cli.main(["run", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -223,7 +282,9 @@ def test_run_bad_input_is_refused_before_a_launch(
 def test_command_after_dashes_keeps_its_options() -> None:
     parser = arguments.Parser(prog="repro run")
     run.configure(parser)
-    args = arguments.parse(parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"])
+    args = arguments.parse(
+        parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"]
+    )
     assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
     assert arguments.names_script(args)
 
@@ -267,7 +328,12 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     ],
 )
 def test_run_exit_codes(
-    observation: Json, words: list[str], code: int, bisect_code: int, lab: Lab, capsys: pytest.CaptureFixture[str]
+    observation: Json,
+    words: list[str],
+    code: int,
+    bisect_code: int,
+    lab: Lab,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lab.observe = lambda stop: observation
     line = ["run", "./train.py", *words, "results=out"]
@@ -276,10 +342,14 @@ def test_run_exit_codes(
     assert Path(data["document"]).is_file() and len(data["attempts"]) == 1
     assert data["error_at"] == ("/home/a/train.py:3" if observation is FAILED else None)
     assert cli.main([*line, "--bisect-exit", "--resume"]) == bisect_code
-    assert lab.launched == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
+    assert lab.launched == (
+        1 if code != 3 else 2
+    )  # what is stored is graded again, infra is launched again
 
 
-def test_run_interrupted_before_a_result_exits_130(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_interrupted_before_a_result_exits_130(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(stop: Any) -> Json:
         if lab.launched == 1:  # a second signal would end the process that runs the tests
             os.kill(os.getpid(), signal.SIGINT)
@@ -296,29 +366,63 @@ def test_script_report_names_error_also_of_a_child_process() -> None:
     died = seen(rank(0, 1, raised("IndexError", "list index 3")), command_exit=1)
     child = seen(rank(0, log_tail="x\nIndexError: list index 3\n"))
     for found, part in ((died, "IndexError: list index #"), (child, "no rank raised it")):
-        document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
-            {"observation": found, "outcome": graded(error("IndexError: list"), found).to_json()}]}}}  # fmt: skip
+        document: Any = {
+            "stack": {},
+            "variants": {
+                VARIANT: {
+                    "attempts": [
+                        {
+                            "observation": found,
+                            "outcome": graded(error("IndexError: list"), found).to_json(),
+                        }
+                    ]
+                }
+            },
+        }
         assert part in "\n".join(describe(case_of(error("IndexError: list")), document))
 
 
 def test_script_report_has_the_last_lines_of_a_rank_that_raised_nothing_once() -> None:
     usage = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --nope\n"
     found = seen(rank(0, 2, log_tail=usage), command_exit=2)
-    document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
-        {"observation": found, "outcome": graded(error("IndexError: list"), found).to_json()}]}}}  # fmt: skip
+    document: Any = {
+        "stack": {},
+        "variants": {
+            VARIANT: {
+                "attempts": [
+                    {
+                        "observation": found,
+                        "outcome": graded(error("IndexError: list"), found).to_json(),
+                    }
+                ]
+            }
+        },
+    }
     lines = list(describe(case_of(error("IndexError: list")), document))
-    assert not any("first: " in line for line in lines) and sum(usage.split("\n")[0] in line for line in lines) == 1
+    assert (
+        not any("first: " in line for line in lines)
+        and sum(usage.split("\n")[0] in line for line in lines) == 1
+    )
 
 
 def test_known_failure_of_the_catalogue_is_recognized() -> None:
-    ddp = {**WHERE, "file": "/v/site-packages/torch/nn/parallel/distributed.py", "function": "_pre_forward",
-           "module": "torch.nn.parallel.distributed", "code_location": "torch.nn.parallel.distributed"}  # fmt: skip
-    message = "Expected to have finished reduction in the prior iteration before starting a new one."
+    ddp = {
+        **WHERE,
+        "file": "/v/site-packages/torch/nn/parallel/distributed.py",
+        "function": "_pre_forward",
+        "module": "torch.nn.parallel.distributed",
+        "code_location": "torch.nn.parallel.distributed",
+    }
+    message = (
+        "Expected to have finished reduction in the prior iteration before starting a new one."
+    )
     shipped = catalog.load().cases.values()
 
     def slugs(*errors: tuple[str, str, Json]) -> list[str]:
         found = [seen(rank(0, 1, raised(*each)), command_exit=1) for each in errors]
-        made: Any = [{"observation": each, "outcome": graded(ANY, each).to_json()} for each in found]
+        made: Any = [
+            {"observation": each, "outcome": graded(ANY, each).to_json()} for each in found
+        ]
         return known_failures(made, shipped)
 
     assert slugs(("RuntimeError", message, ddp)) == ["ddp-unfinished-reduction"]
@@ -330,14 +434,18 @@ def test_the_key_follows_what_the_script_imports_from_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("import os\nfrom helpers import data\nimport model.layers as layers\n")
+    Path("train.py").write_text(
+        "import os\nfrom helpers import data\nimport model.layers as layers\n"
+    )
     Path("helpers.py").write_text("import deeper\n")
     Path("deeper.py").write_text("for")  # no Python
     Path("model").mkdir()
     Path("model/layers.py").write_text("x = 1\n")
 
     def key() -> str:
-        command = adhoc_case.Command(("train.py",), 2, False, "train", "train.py", script=Path("train.py"))
+        command = adhoc_case.Command(
+            ("train.py",), 2, False, "train", "train.py", script=Path("train.py")
+        )
         return adhoc_case.Script(command, ANY, Path("results"), 60.0).request().cells[0].key
 
     before = key()
@@ -369,6 +477,8 @@ def test_runs_with_noise_are_forked_unless_the_script_may_change_what_packages_r
     launch = noise.case().launch
     assert (launch.imports if launch.cold_start_reason is None else None) == imports
     for trace in (None, {}):
-        assert adhoc_case.Script(command, ANY, tmp_path, trace=trace).case().launch.cold_start_reason
+        assert (
+            adhoc_case.Script(command, ANY, tmp_path, trace=trace).case().launch.cold_start_reason
+        )
     (tmp_path / "torch.py").touch()
     assert noise.case().launch.cold_start_reason

@@ -1,4 +1,5 @@
-"""Comparisons of two trainings and bisections by their numbers: simulated traces, no process is started."""
+"""Comparisons of two trainings and bisections by their numbers: simulated traces, no process is
+started."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ FAILED = seen(rank(0, 1, raised("ValueError", "no data", UPSTREAM)), rank(1), co
 class Lab(ScriptLab):
     """``plant``: what each stack plants into a training; None: the script trains nothing."""
 
-    plant: Callable[[Mapping[str, str], Attempt], str | None] = staticmethod(lambda versions, attempt: "")
+    plant: Callable[[Mapping[str, str], Attempt], str | None] = staticmethod(
+        lambda versions, attempt: ""
+    )
     observation: Json = FINE
 
     def observe(self, versions: Mapping[str, str], attempt: Attempt) -> Json:
@@ -41,7 +44,11 @@ class Lab(ScriptLab):
         if plant is not None:
             plant, _, scale = plant.partition(" times ")  # of a gradient
             strength, dropout = 100 * (float(scale or 1.01) - 1), plant == "other draws"
-            how: Json = {"noise": int(noise) if noise else None, "strength": strength, "dropout": dropout}
+            how: Json = {
+                "noise": int(noise) if noise else None,
+                "strength": strength,
+                "dropout": dropout,
+            }
             train(folder, world=attempt.world_size, rank=0, plant=plant, **how)
         return self.observation if attempt.world_size == 2 else seen(rank(0))
 
@@ -54,27 +61,51 @@ def since(release: str, plant: str) -> Callable[[Mapping[str, str], Attempt], st
     return lambda versions, attempt: "" if before(versions, release) else plant
 
 
-def test_two_releases_differ_at_a_module_and_nothing_is_launched_twice(lab: Lab, capsys: Capsys) -> None:
+def test_two_releases_differ_at_a_module_and_nothing_is_launched_twice(
+    lab: Lab, capsys: Capsys
+) -> None:
     lab.plant = since("4.40", "initial weights")
     data = result(lab.repro, capsys, *RELEASES, "--html", "page.html", code=1)
     assert data["verdict"] == "differs" and data["location"]["place"] == "layers.0.up.weight"
-    assert data["versions"] == {"transformers": ["4.39.3", "4.41.0"]} and data["location"]["stage"] == "initial weights"
+    assert (
+        data["versions"] == {"transformers": ["4.39.3", "4.41.0"]}
+        and data["location"]["stage"] == "initial weights"
+    )
     page = Path("page.html").read_text()
     assert data["sentence"] in page and page.count("<tr") > 5 and "s attention" in page
-    assert len(lab.launched) == 4 and [each.trace.get("REPRO_TRACE_NOISE") for each in lab.launched] == [
-        None, "1", "2", None,
-    ]  # fmt: skip
+    assert len(lab.launched) == 4 and [
+        each.trace.get("REPRO_TRACE_NOISE") for each in lab.launched
+    ] == [
+        None,
+        "1",
+        "2",
+        None,
+    ]
     again = result(lab.repro, capsys, *RELEASES, code=1)
-    assert len(lab.launched) == 4 and again["sentence"] == data["sentence"] and not again["bad"]["launched"]
+    assert (
+        len(lab.launched) == 4
+        and again["sentence"] == data["sentence"]
+        and not again["bad"]["launched"]
+    )
     shutil.rmtree(data["bad"]["trace"])  # as `rm -r` does to save space
     data = result(lab.repro, capsys, *RELEASES, code=1)
     assert data["bad"]["launched"] and len(lab.launched) == 5
     Path("part.py").write_text("edited since")
     for side, launched in (("good", 6), ("bad", 7)):
         with Path(data[side]["trace"], "trace-0.jsonl").open("a") as trace:
-            trace.write(json.dumps({"k": "files", "files": {str(Path("part.py").absolute()): "another hash"}}) + "\n")
-        assert result(lab.repro, capsys, *RELEASES, code=1)[side]["launched"] and len(lab.launched) == launched
-    assert result(lab.repro, capsys, *RELEASES, "--steps", "2", code=1)["good"]["launched"]  # another window
+            trace.write(
+                json.dumps(
+                    {"k": "files", "files": {str(Path("part.py").absolute()): "another hash"}}
+                )
+                + "\n"
+            )
+        assert (
+            result(lab.repro, capsys, *RELEASES, code=1)[side]["launched"]
+            and len(lab.launched) == launched
+        )
+    assert result(lab.repro, capsys, *RELEASES, "--steps", "2", code=1)["good"][
+        "launched"
+    ]  # another window
 
 
 def test_one_process_and_two_ranks_agree(lab: Lab, capsys: Capsys) -> None:
@@ -93,7 +124,17 @@ def test_arguments_and_scripts_tell_the_sides_apart(lab: Lab, capsys: Capsys) ->
     shutil.copy("train.py", "other.py")
     data = result(lab.repro, capsys, "compare", "./train.py", "./other.py", "stack=base")
     assert data["bad"]["command"].endswith("./other.py") and data["verdict"] == "agrees"
-    words = ("compare", "stack=base", "--bad-args", "--wrong", "--", "torchrun", "--nproc-per-node", "2", "train.py")
+    words = (
+        "compare",
+        "stack=base",
+        "--bad-args",
+        "--wrong",
+        "--",
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    )
     assert main([*words[:2], f"results={lab.folder / 'results'}", *words[2:]]) == 1
 
 
@@ -120,17 +161,27 @@ def test_wrong_sides_are_refused_before_a_launch(
 
 def test_script_that_trains_nothing_is_no_comparison(lab: Lab, capsys: Capsys) -> None:
     lab.plant = lambda versions, attempt: None
-    assert "Does it train?" in result(lab.repro, capsys, *RANKS, code=3)["err"] and len(lab.launched) == 1
-    lab.observation, lab.plant = FAILED, lambda versions, attempt: None if attempt.world_size == 2 else ""
+    assert (
+        "Does it train?" in result(lab.repro, capsys, *RANKS, code=3)["err"]
+        and len(lab.launched) == 1
+    )
+    lab.observation, lab.plant = (
+        FAILED,
+        lambda versions, attempt: None if attempt.world_size == 2 else "",
+    )
     data = result(lab.repro, capsys, *RANKS, "--steps", "2", code=3)
     assert data["verdict"] == "inconclusive" and "ValueError" in data["bad"]["problem"]
 
 
-def test_tracer_that_does_not_start_is_named_and_the_script_is_not_blamed(lab: Lab, capsys: Capsys) -> None:
+def test_tracer_that_does_not_start_is_named_and_the_script_is_not_blamed(
+    lab: Lab, capsys: Capsys
+) -> None:
     log = "repro: no trace of this process: ImportError: cannot import name 'x'\nloss 4.6"
     lab.observation = seen(rank(0, log_tail=log), rank(1, log_tail=log))
     lab.plant = lambda versions, attempt: None
-    error = result(lab.repro, capsys, "compare", "./train.py", "stack=base", "--bad-nproc", "1", code=3)["err"]
+    error = result(
+        lab.repro, capsys, "compare", "./train.py", "stack=base", "--bad-nproc", "1", code=3
+    )["err"]
     assert "ImportError: cannot import name 'x'" in error and "Does it train?" not in error
 
 
@@ -150,12 +201,17 @@ def test_bisect_numbers_finds_release_and_module(lab: Lab, capsys: Capsys) -> No
     data = result(lab.repro, capsys, *BISECT)
     (stage,) = data["stages"]
     assert stage["exact"] and stage["bad"]["name"].endswith("4.40.0")
-    assert data["place"]["place"] == "layers.0.up.weight" and data["place"]["sentence"] in data["report"]
+    assert (
+        data["place"]["place"] == "layers.0.up.weight"
+        and data["place"]["sentence"] in data["report"]
+    )
     assert stage["bad"]["run"].startswith(
         "repro compare --good base+transformers@4.37.0 --bad base+transformers@4.40.0"
     )
     launched = len(lab.launched)
-    assert all(probe["launched"] for probe in stage["probes"])  # the ends, too, before they are probed
+    assert all(
+        probe["launched"] for probe in stage["probes"]
+    )  # the ends, too, before they are probed
     again = result(lab.repro, capsys, *BISECT)
     assert again["launched"] == 0 and len(lab.launched) == launched
     assert not any(probe["launched"] for probe in again["stages"][0]["probes"])
@@ -163,11 +219,21 @@ def test_bisect_numbers_finds_release_and_module(lab: Lab, capsys: Capsys) -> No
 
 def test_bisect_numbers_difference_elsewhere_is_unknown(lab: Lab, capsys: Capsys) -> None:
     def plant(versions: Mapping[str, str], attempt: Attempt) -> str:
-        return "" if before(versions, "4.39") else "buffer" if before(versions, "4.42") else "initial weights"
+        return (
+            ""
+            if before(versions, "4.39")
+            else "buffer"
+            if before(versions, "4.42")
+            else "initial weights"
+        )
 
     lab.plant = plant
     (stage,) = result(lab.repro, capsys, *BISECT)["stages"]
-    assert not stage["exact"] and stage["bad"]["name"].endswith("4.42.0") and "rotary" in stage["unknown"][0]["reason"]
+    assert (
+        not stage["exact"]
+        and stage["bad"]["name"].endswith("4.42.0")
+        and "rotary" in stage["unknown"][0]["reason"]
+    )
 
 
 def sizes(*since: tuple[str, str]) -> Callable[[Mapping[str, str], Attempt], str]:
@@ -181,21 +247,45 @@ def sizes(*since: tuple[str, str]) -> Callable[[Mapping[str, str], Attempt], str
 
 
 def test_versions_numbers_keep_sizes_apart_and_noise_together(lab: Lab, capsys: Capsys) -> None:
-    lab.plant = sizes(("4.38", "8"), ("4.39", "7.98"), ("4.40", "2"), ("4.41.1", "8.02"), ("4.43", "8"))
-    words = ("versions", "./train.py", "stack=base", "--range", "4.37..4.45", "--numbers", "4.37.0", "--samples", "11")
+    lab.plant = sizes(
+        ("4.38", "8"), ("4.39", "7.98"), ("4.40", "2"), ("4.41.1", "8.02"), ("4.43", "8")
+    )
+    words = (
+        "versions",
+        "./train.py",
+        "stack=base",
+        "--range",
+        "4.37..4.45",
+        "--numbers",
+        "4.37.0",
+        "--samples",
+        "11",
+    )
     data = result(lab.repro, capsys, *words)
     parts = data["variants"]["unfixed"]["segments"]
     assert [part["first"] for part in parts] == ["4.37.0", "4.38.0", "4.40.0", "4.41.1"]
     answers = [part["answer"] for part in parts]
-    assert answers[0] == "passed" and answers[1] == answers[3] != answers[2] and not data["may_depend_on"]
-    assert all(answer.startswith("reproduced: local gradient, layers.1.up.weight") for answer in answers[1:])
+    assert (
+        answers[0] == "passed"
+        and answers[1] == answers[3] != answers[2]
+        and not data["may_depend_on"]
+    )
+    assert all(
+        answer.startswith("reproduced: local gradient, layers.1.up.weight")
+        for answer in answers[1:]
+    )
 
 
-def test_bisect_numbers_of_another_size_come_before_those_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
+def test_bisect_numbers_of_another_size_come_before_those_of_the_bad_end(
+    lab: Lab, capsys: Capsys
+) -> None:
     lab.plant = sizes(("4.38", "2"), ("4.42", "8"))
     (stage,) = result(lab.repro, capsys, *BISECT)["stages"]
     assert stage["exact"] and stage["bad"]["name"].endswith("4.42.0")
-    assert stage["good"]["answer"].startswith("other_size: ") and stage["good"]["answer"] in stage["sentence"]
+    assert (
+        stage["good"]["answer"].startswith("other_size: ")
+        and stage["good"]["answer"] in stage["sentence"]
+    )
     assert stage["good"]["word"] != "good"
 
 
@@ -213,7 +303,9 @@ def test_bisect_numbers_needs_a_difference_of_its_own(
     assert message in result(lab.repro, capsys, *BISECT, *words, code=2)["err"]
 
 
-def test_bisect_numbers_end_that_cannot_be_compared_is_not_called_equal(lab: Lab, capsys: Capsys) -> None:
+def test_bisect_numbers_end_that_cannot_be_compared_is_not_called_equal(
+    lab: Lab, capsys: Capsys
+) -> None:
     lab.plant = lambda versions, attempt: None if not before(versions, "4.40") else ""
     data = result(lab.repro, capsys, *BISECT, code=3)
     assert "cannot be compared" in data["err"] and "do not differ" not in data["err"]
@@ -221,8 +313,13 @@ def test_bisect_numbers_end_that_cannot_be_compared_is_not_called_equal(lab: Lab
 
 def test_bisect_numbers_commands_have_the_settings_of_the_script(lab: Lab, capsys: Capsys) -> None:
     lab.plant = since("4.40", "initial weights")
-    (stage,) = result(lab.repro, capsys, *BISECT, "env.ANY=1", "deadline=60", "--steps", "2")["stages"]
-    assert "deadline=60.0 env.ANY=1 --good" in stage["bad"]["run"] and "--steps 2 --" in stage["bad"]["run"]
+    (stage,) = result(lab.repro, capsys, *BISECT, "env.ANY=1", "deadline=60", "--steps", "2")[
+        "stages"
+    ]
+    assert (
+        "deadline=60.0 env.ANY=1 --good" in stage["bad"]["run"]
+        and "--steps 2 --" in stage["bad"]["run"]
+    )
 
 
 # -- a real script
@@ -257,22 +354,38 @@ def test_real_script_is_ended_after_its_traced_steps_and_its_error_is_placed(
     assert main([*words, "--json", "--", "python", "train.py"]) == 1
     data = json.loads(capsys.readouterr().out)
     found = data["location"]
-    assert (found["stage"], found["step"], found["place"]) == ("gradient before the optimizer", 1, "1.weight")
-    assert data["good"]["outcome"] == data["bad"]["outcome"] == "passed" and found["coverage"]["shared"] == 8
+    assert (found["stage"], found["step"], found["place"]) == (
+        "gradient before the optimizer",
+        1,
+        "1.weight",
+    )
+    assert (
+        data["good"]["outcome"] == data["bad"]["outcome"] == "passed"
+        and found["coverage"]["shared"] == 8
+    )
 
 
 @pytest.mark.ranks
-def test_forked_runs_with_noise_equal_those_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_runs_with_noise_equal_those_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     forked = Script(command_of_script("./train.py", 1), Failure(), tmp_path / "results")
     runs = {}
     with CellRunner(print, threading.Event()) as runner:
-        for script in (forked, replace(forked, env=(("ANY", "1"),))):  # an environment of its own starts with torchrun
-            run = compare.traced(runner, script, stacks.resolve("current"), compare.Window(2), noise=1)
+        for script in (
+            forked,
+            replace(forked, env=(("ANY", "1"),)),
+        ):  # an environment of its own starts with torchrun
+            run = compare.traced(
+                runner, script, stacks.resolve("current"), compare.Window(2), noise=1
+            )
             launcher = run.made["observation"]["attempt"]["launcher"]
             runs[launcher] = (run.trace.folder / "trace-0.jsonl").read_text()
-            assert run.made["outcome"]["outcome"] == "passed" and '"reason":"window"' in runs[launcher]
+            assert (
+                run.made["outcome"]["outcome"] == "passed" and '"reason":"window"' in runs[launcher]
+            )
     assert runs["forkserver"] == runs["command"]
 
 
@@ -280,10 +393,14 @@ def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(f"from sys import modules as loaded\nassert 'torch' not in loaded\n{SCRIPT}")
+    Path("train.py").write_text(
+        f"from sys import modules as loaded\nassert 'torch' not in loaded\n{SCRIPT}"
+    )
     Path("local.py").write_text("import sys\nsys.path.insert(0, 'vendored')\n")
     Path("other.py").write_text(f"import local\n{SCRIPT}")
-    Path("first.py").write_text(f"assert 'torch' not in __import__('sys').__dict__['modules']\n{SCRIPT}")
+    Path("first.py").write_text(
+        f"assert 'torch' not in __import__('sys').__dict__['modules']\n{SCRIPT}"
+    )
     with CellRunner(print, threading.Event()) as runner:
         for name in ("train.py", "other.py", "first.py"):
             script = Script(command_of_script(f"./{name}", 1), Failure(), tmp_path / "results")

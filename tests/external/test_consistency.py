@@ -48,9 +48,18 @@ class Lab(ScriptLab):
         folder = Path(attempt.trace[TRACE])
         folder.mkdir(parents=True)
         if "--no-step" not in argv:
-            train(folder, world=ranks, micro=micro, noise=int(noise) if noise else None, plant=plant, rank=0,
-                  batch=int(given.get("--size", 8)), order=int(given.get("--order", 0)),
-                  dropout="--dropout" in argv, strength=float(given.get("--strength", 1)))  # fmt: skip
+            train(
+                folder,
+                world=ranks,
+                micro=micro,
+                noise=int(noise) if noise else None,
+                plant=plant,
+                rank=0,
+                batch=int(given.get("--size", 8)),
+                order=int(given.get("--order", 0)),
+                dropout="--dropout" in argv,
+                strength=float(given.get("--strength", 1)),
+            )
         return FINE if ranks == 2 else seen(rank(0))
 
 
@@ -58,12 +67,19 @@ COMMAND = ("consistency", "./train.py", "stack=base")
 RANKS, ACC = ("--ranks", "1,2"), ("--vary", "--acc {1,2}")
 
 
-def test_configurations_that_train_alike_agree_and_are_launched_once(lab: Lab, capsys: Capsys) -> None:
+def test_configurations_that_train_alike_agree_and_are_launched_once(
+    lab: Lab, capsys: Capsys
+) -> None:
     data = result(lab.repro, capsys, *COMMAND, *RANKS, *ACC)
-    assert data["verdict"] == "agrees" and data["groups"] == [[0, 1, 2, 3]] and not data["not_checked"]
+    assert (
+        data["verdict"] == "agrees" and data["groups"] == [[0, 1, 2, 3]] and not data["not_checked"]
+    )
     assert [each["labels"] for each in data["configurations"]] == [
-        ["1 rank", "--acc 1"], ["2 ranks", "--acc 1"], ["1 rank", "--acc 2"], ["2 ranks", "--acc 2"],
-    ]  # fmt: skip
+        ["1 rank", "--acc 1"],
+        ["2 ranks", "--acc 1"],
+        ["1 rank", "--acc 2"],
+        ["2 ranks", "--acc 2"],
+    ]
     assert all(each["location"]["coverage"]["shared"] == 24 for each in data["compared"])
     launched = len(lab.launched)
     assert launched == 4 + 2  # and the noise of the first
@@ -75,7 +91,9 @@ def test_contradiction_has_its_place_and_no_side_is_called_good(lab: Lab, capsys
     lab.since = "4.0"
     data = result(lab.repro, capsys, *COMMAND, *RANKS, *ACC, code=1)
     assert data["groups"] == [[0, 1], [2, 3]] and data["verdict"] == "contradicts itself"
-    located = next(each["location"] for each in data["compared"] if each["configurations"] == [0, 2])
+    located = next(
+        each["location"] for each in data["compared"] if each["configurations"] == [0, 2]
+    )
     assert (located["stage"], located["step"]) == ("loss weight", 0)
     text = data["sentence"]
     assert "1 rank and 2 ranks agree" in text and "--acc 1 and --acc 2 differ" in text
@@ -83,7 +101,9 @@ def test_contradiction_has_its_place_and_no_side_is_called_good(lab: Lab, capsys
 
 
 @pytest.mark.parametrize("wrong", ["--acc 1", "--acc 2", "--acc 4"])
-def test_odd_one_out_of_three_is_named_also_if_it_is_the_first(lab: Lab, capsys: Capsys, wrong: str) -> None:
+def test_odd_one_out_of_three_is_named_also_if_it_is_the_first(
+    lab: Lab, capsys: Capsys, wrong: str
+) -> None:
     strength = ",".join("1" if wrong[-1] == micro else "0" for micro in "124")
     words = ("--vary", f"--acc {{1,2,4}} --plant activation --strength {{{strength}}}")
     text = result(lab.repro, capsys, *COMMAND, *words, code=1)["sentence"]
@@ -110,7 +130,7 @@ def test_error_of_two_settings_together_is_found(lab: Lab, capsys: Capsys) -> No
         (("--ranks", "1,2", "--args", "--fail"), "ValueError: no data"),
         (("--ranks", "1,2", "--args", "--no-step"), "without a step"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_invariant_by_design_is_no_alarm(
     lab: Lab, capsys: Capsys, words: tuple[str, ...], reason: str
 ) -> None:
@@ -150,7 +170,9 @@ def test_samples_that_a_rank_repeats_and_other_labels_are_an_error(
         (("--vary", "--acc {1,'}"), "--args"),
     ],
 )
-def test_bad_input_is_refused_before_a_launch(lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_refused_before_a_launch(
+    lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str
+) -> None:
     command = ("consistency", "stack=base") if "--" in words else COMMAND
     assert main([*command, *words]) == 2
     assert message in capsys.readouterr().err and not lab.launched
@@ -160,7 +182,21 @@ def test_command_line_gets_its_ranks_and_arguments(lab: Lab, capsys: Capsys) -> 
     words = ("--vary", "--acc {1,2}", f"results={lab.folder / 'results'}", "--json")
     for option in (["--nproc-per-node", "2"], ["--nproc_per_node=2"]):
         assert (
-            main(["consistency", "stack=base", *RANKS, *words, "--", "torchrun", *option, "train.py", "--x", "1"]) == 0
+            main(
+                [
+                    "consistency",
+                    "stack=base",
+                    *RANKS,
+                    *words,
+                    "--",
+                    "torchrun",
+                    *option,
+                    "train.py",
+                    "--x",
+                    "1",
+                ]
+            )
+            == 0
         )
         shown = [each["command"] for each in json.loads(capsys.readouterr().out)["configurations"]]
         assert shown[0].endswith("train.py --x 1 --acc 1") and shown[3].endswith("--acc 2")
@@ -170,14 +206,24 @@ def test_command_line_gets_its_ranks_and_arguments(lab: Lab, capsys: Capsys) -> 
 def test_arguments_of_a_trainer_are_found(lab: Lab, capsys: Capsys) -> None:
     Path("train.py").write_text("from transformers import HfArgumentParser\n")
     given = ("--args", "--per_device_train_batch_size 4 --gradient-accumulation-steps=2")
-    commands = [each["command"] for each in result(lab.repro, capsys, *COMMAND, *given)["configurations"]]
+    commands = [
+        each["command"] for each in result(lab.repro, capsys, *COMMAND, *given)["configurations"]
+    ]
     sizes = [command.partition("steps=2 ")[2] for command in commands]
-    values = {"--per_device_train_batch_size": (4, 4, 2, 8), "--gradient_accumulation_steps": (2, 2, 4, 2),
-              "--gradient_checkpointing": (False, True, False, False)}  # fmt: skip
-    assert sizes == [" ".join(f"{name} {each[at]}" for name, each in values.items()) for at in range(4)]
+    values = {
+        "--per_device_train_batch_size": (4, 4, 2, 8),
+        "--gradient_accumulation_steps": (2, 2, 4, 2),
+        "--gradient_checkpointing": (False, True, False, False),
+    }
+    assert sizes == [
+        " ".join(f"{name} {each[at]}" for name, each in values.items()) for at in range(4)
+    ]
     assert [" 1 ./train.py" in command for command in commands] == [False, False, False, True]
     Path("fixed.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4}))
-    assert '"auto"' in result(lab.repro, capsys, *COMMAND, "--args", "--deepspeed fixed.json", code=2)["err"]
+    assert (
+        '"auto"'
+        in result(lab.repro, capsys, *COMMAND, "--args", "--deepspeed fixed.json", code=2)["err"]
+    )
 
 
 def test_strategy_that_needs_more_gpus_than_the_machine_has_is_not_checked(
@@ -186,7 +232,9 @@ def test_strategy_that_needs_more_gpus_than_the_machine_has_is_not_checked(
     from repro_matrix.planning import plan
 
     skip = plan.Skip("gpus", "needs 2 GPUs; hardware x has 1", ("2 GPUs",))
-    monkeypatch.setattr(plan, "unsuitable", lambda case, strategy, settings, ranks, profile: [skip][: ranks - 1])
+    monkeypatch.setattr(
+        plan, "unsuitable", lambda case, strategy, settings, ranks, profile: [skip][: ranks - 1]
+    )
     data = result(lab.repro, capsys, *COMMAND, "--ranks", "1,2", code=3)
     assert "needs 2 GPUs" in data["not_checked"]["1"] and len(lab.launched) == 1
 
@@ -201,16 +249,34 @@ def test_trace_in_which_code_was_made_for_one_start_is_used_again() -> None:
 # -- with other commands
 
 
-def test_versions_and_bisect_find_the_releases_that_contradict_themselves(lab: Lab, capsys: Capsys) -> None:
+def test_versions_and_bisect_find_the_releases_that_contradict_themselves(
+    lab: Lab, capsys: Capsys
+) -> None:
     lab.since = "4.40"
     words = ("./train.py", "stack=base", "--nproc", "1", *ACC)
     data = result(lab.repro, capsys, "versions", *words, "--range", "4.37..4.45")
     segments = next(iter(data["variants"].values()))["segments"]
     assert [each["first"] for each in segments] == ["4.37.0", "4.40.0"]
-    (stage,) = result(lab.repro, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0")["stages"]
+    (stage,) = result(lab.repro, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0")[
+        "stages"
+    ]
     assert stage["exact"] and stage["bad"]["name"].endswith("4.40.0")
-    assert stage["bad"]["run"].startswith("repro consistency stack=base+transformers@4.40.0 '--vary=--acc {1,2}' --")
-    error = result(lab.repro, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0", "--exit", "1", code=2)
+    assert stage["bad"]["run"].startswith(
+        "repro consistency stack=base+transformers@4.40.0 '--vary=--acc {1,2}' --"
+    )
+    error = result(
+        lab.repro,
+        capsys,
+        "bisect",
+        *words,
+        "--good",
+        "4.37.0",
+        "--bad",
+        "4.45.0",
+        "--exit",
+        "1",
+        code=2,
+    )
     assert "--exit" in error["err"]
 
 
@@ -219,9 +285,12 @@ def test_comparison_says_which_side_is_consistent_with_itself(lab: Lab, capsys: 
     sides = ("./train.py", "stack=base", "--good", "4.41.0", "--bad", "4.39.3", "--nproc", "1")
     data = result(lab.repro, capsys, "compare", *sides, "--args", "--acc 2", *ACC, code=1)
     assert {side: each["verdict"] for side, each in data["consistency"].items()} == {
-        "good": "contradicts itself", "bad": "agrees",
-    }  # fmt: skip
-    report = result(lab.repro, capsys, "bisect", *sides, "--args", "--acc 2", *ACC, "--numbers")["report"]
+        "good": "contradicts itself",
+        "bad": "agrees",
+    }
+    report = result(lab.repro, capsys, "bisect", *sides, "--args", "--acc 2", *ACC, "--numbers")[
+        "report"
+    ]
     assert "4.41.0 contradicts itself" in report and "4.39.3 is consistent with itself" in report
 
 
@@ -229,7 +298,10 @@ def test_comparison_says_which_side_is_consistent_with_itself(lab: Lab, capsys: 
 
 
 def test_settings_that_share_an_option_are_not_combined() -> None:
-    axes = [settings("--ranks", "1,2 --batch {8,4}"), settings("--vary", "--batch {8,2} --acc {1,4}")]
+    axes = [
+        settings("--ranks", "1,2 --batch {8,4}"),
+        settings("--vary", "--batch {8,2} --acc {1,4}"),
+    ]
     assert len(combinations(axes)) == 3
     assert [each.labels for each in axes[1]] == [("--batch 8",), ("--batch 2",)]
     strategies = settings("--ranks", "1,2,2 --strategy {none,ddp,fsdp}")
@@ -285,10 +357,17 @@ for step in range(3):
 
 
 @pytest.mark.ranks
-def test_real_script_contradicts_itself(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_script_contradicts_itself(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    words = ("--ranks", "1,1,2 --acc {1,2,1} --batch {4,2,2}", f"results={tmp_path / 'results'}", "--json")
+    words = (
+        "--ranks",
+        "1,1,2 --acc {1,2,1} --batch {4,2,2}",
+        f"results={tmp_path / 'results'}",
+        "--json",
+    )
     assert main(["consistency", "./train.py", *words]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["groups"] == [[0, 2], [1]] and "--acc 2" in data["sentence"]

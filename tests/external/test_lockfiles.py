@@ -28,8 +28,11 @@ NumPy==2.0
 def test_parse_of_pip_freeze_separates_releases_from_clones() -> None:
     lockfile = parse(PIP, "a.txt")
     assert lockfile.pins == {
-        "accelerate": "1.0.0", "huggingface-hub": "0.26.0", "torch": "2.13.0+cpu", "numpy": "2.0.0",
-    }  # fmt: skip
+        "accelerate": "1.0.0",
+        "huggingface-hub": "0.26.0",
+        "torch": "2.13.0+cpu",
+        "numpy": "2.0.0",
+    }
     assert set(lockfile.unreleased) == {"mine", "other"}
     assert parse("torch (==2.1)\npeft===0.9.0\n", "a").pins == {"torch": "2.1", "peft": "0.9.0"}
 
@@ -49,12 +52,14 @@ def test_parse_of_other_text_raises(text: str, message: str) -> None:
 
 
 def test_read_of_a_uv_lock_exports_it(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "0"\ndependencies = ["einops"]\n')
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "mine"\nversion = "0"\ndependencies = ["einops"]\n'
+    )
     lock = tmp_path / "uv.lock"
     lock.write_text(
-        'version = 1\nrequires-python = ">=3.9"\n\n[[package]]\nname = "einops"\nversion = "0.7.0"\n'
-        'source = { registry = "https://pypi.org/simple" }\n\n[[package]]\nname = "mine"\nversion = "0"\n'
-        'source = { virtual = "." }\ndependencies = [{ name = "einops" }]\n'
+        'version = 1\nrequires-python = ">=3.9"\n\n[[package]]\nname = "einops"\nversion ='
+        ' "0.7.0"\nsource = { registry = "https://pypi.org/simple" }\n\n[[package]]\nname ='
+        ' "mine"\nversion = "0"\nsource = { virtual = "." }\ndependencies = [{ name = "einops" }]\n'
     )
     assert lockfiles.read(lock).pins == {"einops": "0.7.0"}
     lock.write_text("no TOML")
@@ -68,12 +73,18 @@ PINS = st.dictionaries(NAMES, VERSIONS, min_size=1, max_size=8)
 
 
 @given(PINS, PINS)
-def test_compared_of_any_pins_returns_differences(one: dict[str, str], other: dict[str, str]) -> None:
+def test_compared_of_any_pins_returns_differences(
+    one: dict[str, str], other: dict[str, str]
+) -> None:
     assert parse("".join(f"{name}=={version}\n" for name, version in one.items()), "a").pins == one
     if one != other:
         found = compared(Lockfile("a", one), Lockfile("b", other))
-        assert {name: old for name, (old, _) in found.items() if old} == dict(one.items() - other.items())
-        assert {name: new for name, (_, new) in found.items() if new} == dict(other.items() - one.items())
+        assert {name: old for name, (old, _) in found.items() if old} == dict(
+            one.items() - other.items()
+        )
+        assert {name: new for name, (_, new) in found.items() if new} == dict(
+            other.items() - one.items()
+        )
 
 
 def test_compared_of_lockfiles_refuses_different_clones() -> None:
@@ -85,14 +96,24 @@ def test_compared_of_lockfiles_refuses_different_clones() -> None:
             compared(one, other)
 
 
-HERE = {"torch": "2.13.0+cpu", "transformers": "5.0.0", "einops": "0.8.2", "nvidia-nccl-cu12": "2.27", "jax": "0.4.30"}
+HERE = {
+    "torch": "2.13.0+cpu",
+    "transformers": "5.0.0",
+    "einops": "0.8.2",
+    "nvidia-nccl-cu12": "2.27",
+    "jax": "0.4.30",
+}
 TORCH = {"torch": "2.13.0"}
 
 
 @pytest.mark.parametrize(
     ("pins", "other", "expected"),
     [
-        ({**TORCH, "transformers": "4.45.2", "einops": "0.8.1"}, {}, "current+einops@0.8.1+transformers@4.45.2"),
+        (
+            {**TORCH, "transformers": "4.45.2", "einops": "0.8.1"},
+            {},
+            "current+einops@0.8.1+transformers@4.45.2",
+        ),
         (TORCH, {"einops": "0.7.0"}, None),  # an overlay does not remove a package
         ({**TORCH, "einops": "0.7.0"}, TORCH, "current+einops@0.7.0"),
         (TORCH, {"nvidia-nccl-cu12": "2.20"}, "current"),  # torch brings it along
@@ -102,5 +123,7 @@ TORCH = {"torch": "2.13.0"}
         ({**TORCH, "jax": "0.4.31"}, {}, None),  # jax does not come with torch
     ],
 )
-def test_overlay_of_a_lockfile(pins: dict[str, str], other: dict[str, str], expected: str | None) -> None:
+def test_overlay_of_a_lockfile(
+    pins: dict[str, str], other: dict[str, str], expected: str | None
+) -> None:
     assert overlay_of(Lockfile("a", pins), "current", HERE, Lockfile("b", other)) == expected

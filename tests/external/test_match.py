@@ -1,6 +1,8 @@
-"""`repro match`: prefixes, interleaving, order, versions, stored measurements, what is no log, and real logs.
+"""`repro match`: prefixes, interleaving, order, versions, stored measurements, what is no log, and
+real logs.
 
-A wrong name is worse than none. What a log does not tell may be said to be possible, never recognized.
+A wrong name is worse than none. What a log does not tell may be said to be possible, never
+recognized.
 """
 
 from __future__ import annotations
@@ -75,18 +77,32 @@ def answer(lines: list[str]) -> Answer:
 
 
 PREFIXES = {
-    "torch": "[rank{}]: ", "torchrun --tee": "[default{}]:", "mpirun": "[1,{}]<stderr>:", "srun --label": "{}: ",
-    "ray": "(RayTrainWorker pid=40{}, ip=10.0.0.{}) ", "docker": "worker-{}  | ", "pdsh": "node-{}: ",
-    "a time and torch": "2024-05-01T12:00:00.123Z [rank{}]: ", "colours": "\x1b[36m(WorkerDict pid=40{})\x1b[0m ",
-}  # fmt: skip
+    "torch": "[rank{}]: ",
+    "torchrun --tee": "[default{}]:",
+    "mpirun": "[1,{}]<stderr>:",
+    "srun --label": "{}: ",
+    "ray": "(RayTrainWorker pid=40{}, ip=10.0.0.{}) ",
+    "docker": "worker-{}  | ",
+    "pdsh": "node-{}: ",
+    "a time and torch": "2024-05-01T12:00:00.123Z [rank{}]: ",
+    "colours": "\x1b[36m(WorkerDict pid=40{})\x1b[0m ",
+}
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]: "])
 def test_an_error_knows_the_one_of_its_process_that_it_was_raised_from(prefix: str) -> None:
     def raised(text: str) -> list[str]:
-        return ["Traceback (most recent call last):", '  File "/x/a.py", line 1, in f', "    f()", text]
+        return [
+            "Traceback (most recent call last):",
+            '  File "/x/a.py", line 1, in f',
+            "    f()",
+            text,
+        ]
 
-    inner, outer = "torch.distributed.DistNetworkError: no answer of (10.0.0.1, 29400).", "x.RendezvousError: failed"
+    inner, outer = (
+        "torch.distributed.DistNetworkError: no answer of (10.0.0.1, 29400).",
+        "x.RendezvousError: failed",
+    )
     between = ["", "The above exception was the direct cause of the following exception:", ""]
     found = answer([prefix + line for line in (*raised(inner), *between, *raised(outer))])
     (cause,) = found.causes
@@ -107,12 +123,19 @@ def test_recognize_with_prefixed_interleaved_ranks_separates_them(prefix: str) -
     (cause,), echoes = found.causes, [failure for failure in found.failures if failure.echo]
     assert cause.error.count == 3 and len(cause.error.places) == 2 and not cause.error.mixed
     assert [echo.error.type for echo in echoes] == ["RuntimeError"]
-    if prefix in (PREFIXES["torch"], PREFIXES["torchrun --tee"], PREFIXES["mpirun"], PREFIXES["srun --label"]):
+    if prefix in (
+        PREFIXES["torch"],
+        PREFIXES["torchrun --tee"],
+        PREFIXES["mpirun"],
+        PREFIXES["srun --label"],
+    ):
         assert cause.error.ranks == (0, 1, 3)
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4))
-def test_recognize_with_unlabelled_interleaving_names_no_other_failure(order: list[int], ranks: int) -> None:
+def test_recognize_with_unlabelled_interleaving_names_no_other_failure(
+    order: list[int], ranks: int
+) -> None:
     streams = [list(UNIFORM) for _ in range(ranks)]
     lines = []
     for rank in order:
@@ -123,14 +146,22 @@ def test_recognize_with_unlabelled_interleaving_names_no_other_failure(order: li
     found = answer(lines)
     possible = {item.case for failure in found.failures for item in failure.perhaps}
     assert {*found.names, *possible} == {"fsdp-uniform-dtype"}
-    named = [failure.error.type for failure in found.causes if failure.error.type or not failure.error.mixed]
+    named = [
+        failure.error.type
+        for failure in found.causes
+        if failure.error.type or not failure.error.mixed
+    ]
     assert set(named) == {"ValueError"}
     assert ranks > 1 or found.names
 
 
 def test_recognize_with_several_errors_orders_causes_before_echoes() -> None:
     found = answer([*ECHO, *OWN, *UNIFORM])
-    assert [failure.error.type for failure in found.failures] == ["KeyError", "ValueError", "RuntimeError"]
+    assert [failure.error.type for failure in found.failures] == [
+        "KeyError",
+        "ValueError",
+        "RuntimeError",
+    ]
     assert [failure.echo for failure in found.failures] == [False, False, True]
     assert answer(ECHO).causes == []  # what they follow from is in another log
 
@@ -138,7 +169,12 @@ def test_recognize_with_several_errors_orders_causes_before_echoes() -> None:
 def test_recognize_with_a_handled_exception_counts_it_only_when_repeated() -> None:
     during = ["", "During handling of the above exception, another exception occurred:", ""]
     assert answer([*UNIFORM, *during, *OWN]).causes[-1].error.type == "KeyError"
-    wrapped = [*UNIFORM, *during, *OWN[:-1], "RuntimeError: it failed: " + UNIFORM[-1].partition(": ")[2]]
+    wrapped = [
+        *UNIFORM,
+        *during,
+        *OWN[:-1],
+        "RuntimeError: it failed: " + UNIFORM[-1].partition(": ")[2],
+    ]
     assert answer(wrapped).names == ["fsdp-uniform-dtype"]
 
 
@@ -147,16 +183,25 @@ def test_recognize_with_a_cut_beginning_needs_the_frames(cut: int) -> None:
     found = answer(UNIFORM[cut:])
     framed = any("_flat_param.py" in line for line in UNIFORM[cut:])
     assert found.names == (["fsdp-uniform-dtype"] if framed else [])
-    assert framed or [item.case for failure in found.failures for item in failure.perhaps] == ["fsdp-uniform-dtype"]
+    assert framed or [item.case for failure in found.failures for item in failure.perhaps] == [
+        "fsdp-uniform-dtype"
+    ]
 
 
 def test_recognize_with_a_crash_dump_is_possible_only() -> None:
     dump = [
-        "Fatal Python error: Segmentation fault", "",
+        "Fatal Python error: Segmentation fault",
+        "",
         "Current thread 0x00007f (most recent call first):",
-        '  File "/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_state_dict_utils.py", line 12 in _full',
-        '  File "/w/train.py", line 3 in main', "", "Extension modules: numpy",
-    ]  # fmt: skip
+        (
+            "  File"
+            ' "/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_state_dict_utils.py",'
+            " line 12 in _full"
+        ),
+        '  File "/w/train.py", line 3 in main',
+        "",
+        "Extension modules: numpy",
+    ]
     found = answer(dump)
     assert found.names == [] and found.failures[0].error.type == "SIGSEGV"
     assert "fsdp-cpu-offload-state-dict" in {item.case for item in found.failures[0].perhaps}
@@ -167,13 +212,17 @@ def test_recognize_with_another_strategy_is_another_cause() -> None:
         "Traceback (most recent call last):",
         '  File "/v/site-packages/deepspeed/runtime/engine.py", line 1, in forward',
         '  File "/v/site-packages/torch/nn/functional.py", line 2, in embedding',
-        "RuntimeError: Expected all tensors to be on the same device, "
-        "but found at least two devices, cuda:1 and cuda:0",
+        (
+            "RuntimeError: Expected all tensors to be on the same device, "
+            "but found at least two devices, cuda:1 and cuda:0"
+        ),
     ]
     possible = {item.case for item in answer(frames).failures[0].perhaps}
     assert possible == {"qwen-device-map-devices"}  # the others are DDP's and FSDP's
     frames.pop(1)
-    assert "inputs-card-zero-simulated" in {item.case for item in answer(frames).failures[0].perhaps}
+    assert "inputs-card-zero-simulated" in {
+        item.case for item in answer(frames).failures[0].perhaps
+    }
 
 
 @pytest.mark.parametrize(
@@ -181,13 +230,30 @@ def test_recognize_with_another_strategy_is_another_cause() -> None:
     [
         ("/site-packages/", "/dist-packages/", True, True),
         ("ValueError: ", "builtins.ValueError: ", True, True),
-        ("/venv/lib/python3.11/site-packages/", "/home/me/proj/", False, True),  # perhaps a checkout of torch
-        ("/venv/lib/python3.11/site-packages/torch/", "/home/me/proj/", False, True),  # perhaps a copy of torch's code
+        (
+            "/venv/lib/python3.11/site-packages/",
+            "/home/me/proj/",
+            False,
+            True,
+        ),  # perhaps a checkout of torch
+        (
+            "/venv/lib/python3.11/site-packages/torch/",
+            "/home/me/proj/",
+            False,
+            True,
+        ),  # perhaps a copy of torch's code
         ("ValueError: ", "mylib.errors.ValueError: ", False, False),
     ],
 )
-def test_recognize_needs_an_installed_package_and_the_type(old: str, new: str, certain: bool, possible: bool) -> None:
-    found = answer([line.replace(old, new) if old[0] == "/" or line.startswith(old) else line for line in UNIFORM])
+def test_recognize_needs_an_installed_package_and_the_type(
+    old: str, new: str, certain: bool, possible: bool
+) -> None:
+    found = answer(
+        [
+            line.replace(old, new) if old[0] == "/" or line.startswith(old) else line
+            for line in UNIFORM
+        ]
+    )
     perhaps = any(failure.perhaps for failure in found.failures)
     assert (bool(found.names), bool(found.names) or perhaps) == (certain, possible) and found.causes
 
@@ -202,21 +268,34 @@ def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> N
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("torch==2.2.2+cu121", {"torch": "2.2.2+cu121"}), ("transformers     4.39.3", {"transformers": "4.39.3"}),
+        ("torch==2.2.2+cu121", {"torch": "2.2.2+cu121"}),
+        ("transformers     4.39.3", {"transformers": "4.39.3"}),
         ("- `transformers` version: 4.38.1", {"transformers": "4.38.1"}),
         ("- PyTorch version (GPU?): 2.1.0+cu121 (True)", {"torch": "2.1.0+cu121"}),
         ("torch version .................... 2.0.1", {"torch": "2.0.1"}),
-        ("[INFO] [Rank 0] DeepSpeed info: version=0.14.2, git-hash=unknown", {"deepspeed": "0.14.2"}),
+        (
+            "[INFO] [Rank 0] DeepSpeed info: version=0.14.2, git-hash=unknown",
+            {"deepspeed": "0.14.2"},
+        ),
         ("Successfully installed peft-0.10.0 torch-2.2.2", {"peft": "0.10.0", "torch": "2.2.2"}),
-        ("- Transformers 4.38.2", {"transformers": "4.38.2"}), ("torchvision==0.15.2", {}),
-        ("Requires: torch (>=2.0)", {}), ("Collecting torch==2.1.0", {}), ("  Uninstalling torch-1.13.1:", {}),
-        ("  Found existing installation: torch 1.13.1", {}), ("FSDP2 is in torch 2.4 or newer", {}),
+        ("- Transformers 4.38.2", {"transformers": "4.38.2"}),
+        ("torchvision==0.15.2", {}),
+        ("Requires: torch (>=2.0)", {}),
+        ("Collecting torch==2.1.0", {}),
+        ("  Uninstalling torch-1.13.1:", {}),
+        ("  Found existing installation: torch 1.13.1", {}),
+        ("FSDP2 is in torch 2.4 or newer", {}),
         ("In PyTorch 2.6, we changed the default", {}),
         ("Requirement already satisfied: peft==0.10.0 in /usr/lib", {"peft": "0.10.0"}),
-        ("accelerate 0.30.0 requires torch==2.3.0, but you have torch 2.2.2 which is incompatible.",
-         {"accelerate": "0.30.0", "torch": "2.2.2"}),
+        (
+            (
+                "accelerate 0.30.0 requires torch==2.3.0, but you have torch 2.2.2 which is"
+                " incompatible."
+            ),
+            {"accelerate": "0.30.0", "torch": "2.2.2"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_versions_of_tools_output_are_read(line: str, said: dict[str, str]) -> None:
     assert seen([line]).versions.known == said
 
@@ -235,7 +314,9 @@ def match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Match:
 
     def run(content: bytes | list[str], *options: str) -> tuple[int, str, str]:
         log = tmp_path / "a.log"
-        log.write_bytes(content if isinstance(content, bytes) else "\n".join([*content, ""]).encode())
+        log.write_bytes(
+            content if isinstance(content, bytes) else "\n".join([*content, ""]).encode()
+        )
         code = cli.main(["match", str(log), *options])
         return code, *capsys.readouterr()
 
@@ -243,13 +324,27 @@ def match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Match:
 
 
 def test_match_of_a_failure_gives_its_exit_code(match: Match) -> None:
-    versions = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
+    versions = [
+        "torch==2.13.0",
+        "transformers==5.23.0",
+        "accelerate==1.15.0",
+        "peft==0.21.2",
+        "deepspeed==0.19.8",
+    ]
     lines = [*versions, *(f"[rank1]: {line}" for line in UNIFORM)]
     code, out, _ = match(lines)
     assert code == 0
-    for part in ("(fsdp-uniform-dtype)", "rank 1, line 11: ", "huggingface/trl#1723", "repro show fsdp-uniform-dtype"):
+    for part in (
+        "(fsdp-uniform-dtype)",
+        "rank 1, line 11: ",
+        "huggingface/trl#1723",
+        "repro show fsdp-uniform-dtype",
+    ):
         assert part in out
-    assert "get_peft_model(model, config, autocast_adapter_dtype=False): adapters stay bf16 (no-autocast)" in out
+    assert (
+        "get_peft_model(model, config, autocast_adapter_dtype=False): adapters stay bf16"
+        " (no-autocast)" in out
+    )
     (found,) = json.loads(match(lines, "--json")[1])
     assert found["recognized"] == ["fsdp-uniform-dtype"] and found["failures"][0]["ranks"] == [1]
     assert found["advice"]["fsdp-uniform-dtype"]["fits"] and found["versions_source"] == "the log"
@@ -260,7 +355,13 @@ def test_match_of_a_failure_gives_its_exit_code(match: Match) -> None:
 def test_match_text_of_a_failure_and_of_a_healthy_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    versions = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
+    versions = [
+        "torch==2.13.0",
+        "transformers==5.23.0",
+        "accelerate==1.15.0",
+        "peft==0.21.2",
+        "deepspeed==0.19.8",
+    ]
     lines = [
         *versions,
         *(f"[rank1]: {line}" for line in UNIFORM),
@@ -278,21 +379,30 @@ def test_match_text_of_a_failure_and_of_a_healthy_log(
     path = Path(__file__).parent / "snapshots" / "match.txt"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), "if that is intended: UPDATE_SNAPSHOTS=1 pytest"
+    assert text == path.read_text(encoding="utf-8"), (
+        "if that is intended: UPDATE_SNAPSHOTS=1 pytest"
+    )
 
 
 def test_match_takes_versions_that_the_log_does_not_name(match: Match, tmp_path: Path) -> None:
     freeze = tmp_path / "freeze.txt"
     freeze.write_text("torch==2.2.2\nnumpy==1.26.4\n")
-    expected = {"stack=torch2.2-tf4.39": ("torch", "2.2.2"), f"--versions={freeze}": ("numpy", "1.26.4")}
+    expected = {
+        "stack=torch2.2-tf4.39": ("torch", "2.2.2"),
+        f"--versions={freeze}": ("numpy", "1.26.4"),
+    }
     for option, (name, version) in expected.items():
         (found,) = json.loads(match(["transformers==4.39.3", *UNIFORM], option, "--json")[1])
-        assert found["versions"]["transformers"] == "4.39.3" and found["versions"][name].startswith(version)
+        assert found["versions"]["transformers"] == "4.39.3" and found["versions"][name].startswith(
+            version
+        )
         assert found["versions_source"].startswith("the log, the others ")
     assert match(UNIFORM, "stack=torch9")[0] == match(UNIFORM, "--versions", "none.txt")[0] == 2
     (found,) = json.loads(match(UNIFORM, "--json")[1])
     assert (
-        found["versions"] == {} and found["versions_source"] == "" and not found["advice"]["fsdp-uniform-dtype"]["fits"]
+        found["versions"] == {}
+        and found["versions_source"] == ""
+        and not found["advice"]["fsdp-uniform-dtype"]["fits"]
     )
 
 
@@ -302,8 +412,9 @@ def test_match_without_labels_takes_the_rank_from_torchrun(match: Match) -> None
 
 
 WATCHDOG = (
-    "[rank3]:[E1123 10:11:12.1 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
-    "WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    "[rank3]:[E1123 10:11:12.1 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective"
+    " operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029"
+    " milliseconds before timing out."
 )
 
 
@@ -311,22 +422,42 @@ WATCHDOG = (
     ("line", "kind", "rank"),
     [
         (WATCHDOG, "collective-timeout", None),
-        *[(example, rule.name, None) for rule in rules().values() if not rule.case for example in rule.examples],
+        *[
+            (example, rule.name, None)
+            for rule in rules().values()
+            if not rule.case
+            for example in rule.examples
+        ],
         ("  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 7)", "ended-without-error", 2),
         ("srun: error: node1: task 3: Out Of Memory", "host-out-of-memory", 3),
         (
-            "[E ProcessGroupGloo.cpp:138] Rank 2 successfully reached monitoredBarrier, but received errors while "
-            "waiting for send/recv from rank 1. Please check rank 1 logs for faulty rank.", "collective-timeout", None,
+            (
+                "[E ProcessGroupGloo.cpp:138] Rank 2 successfully reached monitoredBarrier, but"
+                " received errors while waiting for send/recv from rank 1. Please check rank 1 logs"
+                " for faulty rank."
+            ),
+            "collective-timeout",
+            None,
         ),
         ("3: srun: error: task 0: Exited with exit code 1", "ended-without-error", 0),
-        ("[177/train/578 (pid 28936)] RuntimeError: CUDA out of memory.", "cuda-out-of-memory", None),
+        (
+            "[177/train/578 (pid 28936)] RuntimeError: CUDA out of memory.",
+            "cuda-out-of-memory",
+            None,
+        ),
     ],
-)  # fmt: skip
-def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank: int | None) -> None:
+)
+def test_match_of_a_line_that_shows_a_kind_of_failure(
+    line: str, kind: str, rank: int | None
+) -> None:
     place = rules()[kind].place if kind in rules() else "any_line"
     ends = place == "last_line" or (kind in rules() and rules()[kind].library)
     after = [] if ends else ["step 2 loss 1.9"]
-    found = answer(line.split("\n") if place == "every_step" else ["step 1 loss 2.0", *line.split("\n"), *after])
+    found = answer(
+        line.split("\n")
+        if place == "every_step"
+        else ["step 1 loss 2.0", *line.split("\n"), *after]
+    )
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
 
@@ -334,9 +465,18 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
 @pytest.mark.parametrize(
     "line",
     [
-        "[W socket.cpp:426] [c10d] The server socket has failed to bind to [::]:1 (errno: 98 - Address already in use)",
-        "[W socket.cpp:663] [c10d] The client socket has failed to connect to [n1]:29500 (errno: 111)",
-        "n1:12:34 [0] NCCL INFO NET/Plugin : No plugin found (libnccl-net.so), using internal implementation",
+        (
+            "[W socket.cpp:426] [c10d] The server socket has failed to bind to [::]:1 (errno: 98 -"
+            " Address already in use)"
+        ),
+        (
+            "[W socket.cpp:663] [c10d] The client socket has failed to connect to [n1]:29500"
+            " (errno: 111)"
+        ),
+        (
+            "n1:12:34 [0] NCCL INFO NET/Plugin : No plugin found (libnccl-net.so), using internal"
+            " implementation"
+        ),
         "n1:12:34 [0] NCCL INFO TUNER/Plugin: libnccl-tuner.so: cannot open shared object file",
         "n1:12:34 [0] NCCL INFO [Service thread] Connection closed by localRank 1",
         "Tip: use gradient checkpointing to avoid CUDA out of memory errors",
@@ -368,7 +508,10 @@ def test_match_of_a_line_that_only_mentions_a_failure_is_nothing(line: str) -> N
     [
         (["step 3 loss 1.8", "step 4 loss 1.7", "Training completed."], 3),
         ([f"step {step} loss 1.8" for step in range(3, 300)], 3),
-        (["step 3 loss 1.8", "step 4 loss 1.7"], 1),  # perhaps what was in the buffer of a process that crashed
+        (
+            ["step 3 loss 1.8", "step 4 loss 1.7"],
+            1,
+        ),  # perhaps what was in the buffer of a process that crashed
         (["Training completed."], 1),  # nothing was trained after it
         (["step 3 loss nan", "Training completed."], 1),
         (["step 3 loss 1.8", "Training completed.", "  exitcode  : 1 (pid: 7)"], 1),
@@ -388,7 +531,9 @@ def test_match_of_an_error_that_was_caught_is_nothing(after: list[str], code: in
         (["ImportError: cannot import name 'flash_attn' (falling back to sdpa)"], 8, 3),
     ],
 )
-def test_match_of_an_error_above_all_steps_may_have_ended_them(error: list[str], steps: int, code: int) -> None:
+def test_match_of_an_error_above_all_steps_may_have_ended_them(
+    error: list[str], steps: int, code: int
+) -> None:
     shown = [f"step {step} loss 1.8" for step in range(steps)]
     assert answer([*error, *shown, "Training finished. Saving the model"]).exit_code == code
 
@@ -399,12 +544,18 @@ def test_match_of_an_error_above_all_steps_may_have_ended_them(error: list[str],
         (OWN, 19, "KeyError"),
         (OWN, 20, "ValueError"),
         (OWN, 150, "ValueError"),
-        ([f"[rank1]: {line}" for line in OWN], 150, "KeyError"),  # torch's label of an error that is not caught
+        (
+            [f"[rank1]: {line}" for line in OWN],
+            150,
+            "KeyError",
+        ),  # torch's label of an error that is not caught
         ([WATCHDOG], 20, "ValueError"),
         (["ImportError: cannot import name 'flash_attn' (falling back to sdpa)"], 50, "ValueError"),
     ],
 )
-def test_match_of_a_crash_after_an_error_that_was_caught(caught: list[str], steps: int, first: str) -> None:
+def test_match_of_a_crash_after_an_error_that_was_caught(
+    caught: list[str], steps: int, first: str
+) -> None:
     crash = [*OWN[:-1], "ValueError: bad batch: expected 8 got 7"]
     healthy = [f"step {step} loss 1.8" for step in range(steps)]
     for end in ([], ["  exitcode  : 1 (pid: 7)"]):
@@ -419,22 +570,39 @@ def test_match_of_a_crash_after_an_error_that_was_caught(caught: list[str], step
     [
         (["Exception ignored in: <function Iter.__del__ at 0x7f>", *OWN], (3, 1)),
         (OWN, (1, 1)),
-        (["[W1126 10:00:00.0 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=10): Broken pipe"], (3, 1)),
+        (
+            [
+                "[W1126 10:00:00.0 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=10):"
+                " Broken pipe"
+            ],
+            (3, 1),
+        ),
         (["Exception in thread Thread-3 (_monitor):", *OWN], (3, 1)),
         ([f"Exception in thread Thread-3 (_monitor): {' '.join(OWN)}"], (3, 1)),
         ([f"INFO generated sample: {' '.join(OWN)}"], (3, 1)),
         ([f"ERROR generation of samples failed: {' '.join(OWN)}"], (1, 1)),
         (["[INFO] child process wandb-service exited with signal 15"], (3, 1)),
-        (["[E api.py:869] failed (exitcode: -15) local_rank: 1 (pid: 7) of binary: /usr/bin/python"], (1, 1)),
+        (
+            [
+                "[E api.py:869] failed (exitcode: -15) local_rank: 1 (pid: 7) of binary:"
+                " /usr/bin/python"
+            ],
+            (1, 1),
+        ),
         (["rank 2: exitcode -9"], (1, 1)),
         (['{"level":"error","rank":1,"exit_code":-9,"msg":"rank ended"}'], (1, 1)),
         (['{"event":"worker_exit","rank":1,"signal":"SIGSEGV"}'], (1, 1)),
         (['{"event":"worker_exit","rank":1,"exit_code":0,"signal":null}'], (3, 3)),
     ],
 )
-def test_match_of_what_a_process_prints_while_it_ends(lines: list[str], codes: tuple[int, int]) -> None:
+def test_match_of_what_a_process_prints_while_it_ends(
+    lines: list[str], codes: tuple[int, int]
+) -> None:
     steps = ["step 1 loss 2.0", "step 2 loss 1.9"]
-    assert (answer([*steps, "Training finished", *lines]).exit_code, answer([*steps, *lines]).exit_code) == codes
+    assert (
+        answer([*steps, "Training finished", *lines]).exit_code,
+        answer([*steps, *lines]).exit_code,
+    ) == codes
 
 
 @pytest.mark.parametrize(
@@ -446,13 +614,16 @@ def test_match_of_what_a_process_prints_while_it_ends(lines: list[str], codes: t
     ],
 )
 def test_match_of_a_line_in_a_training_that_is_completed(line: str, code: int) -> None:
-    assert answer(["step 1 loss 2.0", line, "step 2 loss 1.9", line, "Training finished"]).exit_code == code
+    assert (
+        answer(["step 1 loss 2.0", line, "step 2 loss 1.9", line, "Training finished"]).exit_code
+        == code
+    )
     assert answer(["step 1 loss 2.0", "step 2 loss 1.9", line]).exit_code == 1
 
 
 @pytest.mark.parametrize(
     "label", ["[default{}]:", "{}: ", "[pod/train-worker-{}/pytorch] ", "(train_fn pid=1{}) "]
-)  # fmt: skip
+)
 def test_match_of_an_error_after_which_only_other_processes_go_on_is_a_failure(label: str) -> None:
     error = [label.format(1) + line for line in OWN]
     for rank, code in ((0, 1), (1, 3)):
@@ -464,15 +635,24 @@ def test_match_of_an_error_after_which_only_other_processes_go_on_is_a_failure(l
 @pytest.mark.parametrize(
     "before",
     [
-        "2026-01-01 00:00:00,123 - ERROR - ", "2026-01-01 00:00:00,123 - app.train - ERROR - ", "ERROR:root:",
-        "[2024-01-01, 00:00:00 UTC] {subprocess.py:93} INFO - ", "[2026-01-01 00:00:00,123][train][ERROR] - ",
-        "2026-01-01 00:00:00.123 | ERROR    | __main__:main:12 - ", "E1120 10:00:00.123456 123 file.py:12] ",
-        "2026/01/01 00:00:00 - mmengine - ERROR - ", "2026-01-01 00:00:00 | ERROR | fairseq_cli.train | ",
-        "01/01/2026 00:00:00 - INFO - __main__ -   ", "[rank1]: 2026-01-01 00:00:00,123 - ERROR - ",
-        "[1,mpirank:0,algo-1]<stderr>:", "2024-01-01T00:00:00.000+0000\talgo-1\t",
+        "2026-01-01 00:00:00,123 - ERROR - ",
+        "2026-01-01 00:00:00,123 - app.train - ERROR - ",
+        "ERROR:root:",
+        "[2024-01-01, 00:00:00 UTC] {subprocess.py:93} INFO - ",
+        "[2026-01-01 00:00:00,123][train][ERROR] - ",
+        "2026-01-01 00:00:00.123 | ERROR    | __main__:main:12 - ",
+        "E1120 10:00:00.123456 123 file.py:12] ",
+        "2026/01/01 00:00:00 - mmengine - ERROR - ",
+        "2026-01-01 00:00:00 | ERROR | fairseq_cli.train | ",
+        "01/01/2026 00:00:00 - INFO - __main__ -   ",
+        "[rank1]: 2026-01-01 00:00:00,123 - ERROR - ",
+        "[1,mpirank:0,algo-1]<stderr>:",
+        "2024-01-01T00:00:00.000+0000\talgo-1\t",
     ],
-)  # fmt: skip
-def test_recognize_of_a_traceback_with_a_loggers_format_before_its_lines(before: str, bare: bool) -> None:
+)
+def test_recognize_of_a_traceback_with_a_loggers_format_before_its_lines(
+    before: str, bare: bool
+) -> None:
     launcher = re.match(r"\[rank1\]: |\[1,.*|2024-01-01T.*", before)  # stands before every line
     label = launcher[0] if launcher else ""
     found = answer([(label if bare and at else before) + line for at, line in enumerate(UNIFORM)])
@@ -480,9 +660,14 @@ def test_recognize_of_a_traceback_with_a_loggers_format_before_its_lines(before:
 
 
 @pytest.mark.parametrize(("prefix", "code"), [("", 1), ("[rank0]: ", 1), ("[rank1]: ", 3)])
-def test_match_of_an_error_that_a_rank_did_not_catch_while_others_go_on(prefix: str, code: int) -> None:
+def test_match_of_an_error_that_a_rank_did_not_catch_while_others_go_on(
+    prefix: str, code: int
+) -> None:
     steps = [f"{prefix}step {step} loss 1.8" for step in range(600)]
-    assert answer([*(f"[rank1]: {line}" for line in OWN), *steps, "Training completed."]).exit_code == code
+    assert (
+        answer([*(f"[rank1]: {line}" for line in OWN), *steps, "Training completed."]).exit_code
+        == code
+    )
 
 
 STEPS = [f"step {step} loss 1.8" for step in range(300)]
@@ -508,19 +693,35 @@ def test_match_of_a_timeout_before_and_after_a_restart_counts_the_last_one() -> 
     [
         (["Traceback (most recent call last):"], None, [""]),
         (["│ ❱ 45 │   args.func(args)                       │"], None, [""]),
-        (["failed to train: X, traceback: Traceback (most recent call last): File a.py"], None, [""]),
+        (
+            ["failed to train: X, traceback: Traceback (most recent call last): File a.py"],
+            None,
+            [""],
+        ),
         (["RuntimeError: ", "    Some tensors share memory"], None, ["RuntimeError"]),
         (["Fatal Python error: Segmentation fault"], "segmentation-fault", ["SIGSEGV"]),
-        (["IndexError: list index out of range", "Killing subprocess 3"], "ended-without-error", ["IndexError"]),
+        (
+            ["IndexError: list index out of range", "Killing subprocess 3"],
+            "ended-without-error",
+            ["IndexError"],
+        ),
         ([json.dumps({"msg": "\n".join(OWN), "level": "error"})], None, ["KeyError"]),
         (["Jul 13 21:22:34 " + line for line in OWN], None, ["KeyError"]),
-        (["2024-08-22 13:50:25 ERROR 200507 [worker_base.py:148] " + line for line in OWN], None, ["KeyError"]),
+        (
+            ["2024-08-22 13:50:25 ERROR 200507 [worker_base.py:148] " + line for line in OWN],
+            None,
+            ["KeyError"],
+        ),
     ],
-)  # fmt: skip
-def test_match_of_what_is_left_of_an_error_is_a_failure(lines: list[str], kind: str | None, types: list[str]) -> None:
+)
+def test_match_of_what_is_left_of_an_error_is_a_failure(
+    lines: list[str], kind: str | None, types: list[str]
+) -> None:
     found = answer(["step 1 loss 2.0", *lines])
     assert found.exit_code == 1 and [failure.error.type for failure in found.failures] == types
-    assert found.kinds == ([kind] if kind else []) and not any(failure.perhaps for failure in found.failures)
+    assert found.kinds == ([kind] if kind else []) and not any(
+        failure.perhaps for failure in found.failures
+    )
 
 
 ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
@@ -535,7 +736,10 @@ ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
         ["[" + ",\n ".join(repr(f"{line}\n") for line in UNIFORM) + "]"],
         [f"2026-01-01 ERROR the task failed: {ONE_LINE}"],
         [f"reason: '{ONE_LINE}'"],
-        [json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"}) for line in UNIFORM],
+        [
+            json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"})
+            for line in UNIFORM
+        ],
         [json.dumps({"step": 1, "exception": " ".join(UNIFORM)})],
         [" ".join(UNIFORM)],
         [" ".join(f"[rank1]: {line}" for line in UNIFORM)],
@@ -544,7 +748,9 @@ ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
     ],
 )
 def test_recognize_of_a_traceback_that_was_printed_as_a_value(lines: list[str]) -> None:
-    assert answer(["step 1 loss 2.0", *"\n".join(lines).split("\n")]).names == ["fsdp-uniform-dtype"]
+    assert answer(["step 1 loss 2.0", *"\n".join(lines).split("\n")]).names == [
+        "fsdp-uniform-dtype"
+    ]
 
 
 def test_recognize_of_two_ranks_on_one_line_names_their_error() -> None:
@@ -557,16 +763,32 @@ def test_recognize_of_two_ranks_on_one_line_names_their_error() -> None:
 @pytest.mark.parametrize(
     ("general", "cause", "kinds"),
     [
-        (["RuntimeError: NCCL Error 2: unhandled system error"],
-         "n1:1:2 [0] NCCL WARN NET/IB : Got completion from peer 10.0.0.1<36> with status=12 opcode=129 len=0",
-         ["infiniband", "nccl-error"]),
-        ([WATCHDOG, "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, unhandled system error"],
-         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-         ["cuda-out-of-memory", "collective-timeout", "nccl-error"]),
-        (["RuntimeError: Error building extension 'fused_adam'"],
-         "nvcc fatal   : Unsupported gpu architecture 'compute_90a'", ["compiler-too-old", "extension-build"]),
+        (
+            ["RuntimeError: NCCL Error 2: unhandled system error"],
+            (
+                "n1:1:2 [0] NCCL WARN NET/IB : Got completion from peer 10.0.0.1<36> with status=12"
+                " opcode=129 len=0"
+            ),
+            ["infiniband", "nccl-error"],
+        ),
+        (
+            [
+                WATCHDOG,
+                (
+                    "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, unhandled system"
+                    " error"
+                ),
+            ],
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            ["cuda-out-of-memory", "collective-timeout", "nccl-error"],
+        ),
+        (
+            ["RuntimeError: Error building extension 'fused_adam'"],
+            "nvcc fatal   : Unsupported gpu architecture 'compute_90a'",
+            ["compiler-too-old", "extension-build"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_match_lists_a_cause_before_what_it_causes_in_any_order(
     general: list[str], cause: str, kinds: list[str]
 ) -> None:
@@ -615,15 +837,23 @@ def test_match_of_a_last_line_that_says_how_training_ended(line: str, kinds: lis
 def test_match_of_what_stands_above_or_below_a_traceback_is_a_failure(line: str) -> None:
     assert answer(["step 1 loss 2.0", line]).exit_code == 1
     assert [each.error.type for each in answer([line, *OWN]).failures] == ["KeyError"]
-    warned = ["[W1121 10:00:00 TCPStore.cpp:106] [c10d] sendBytes failed", "frame #0: c10::Error::Error(...)"]
+    warned = [
+        "[W1121 10:00:00 TCPStore.cpp:106] [c10d] sendBytes failed",
+        "frame #0: c10::Error::Error(...)",
+    ]
     assert answer(["step 1 loss 2.0", *warned]).exit_code == 3
 
 
-@pytest.mark.parametrize("rule", [rule for rule in rules().values() if rule.case], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in rules().values() if rule.case], ids=lambda rule: rule.name
+)
 def test_match_of_another_wording_is_possible_with_and_without_its_type(rule: FailureRule) -> None:
     for line in (*rule.examples, *(example.partition("Error: ")[2] for example in rule.examples)):
         assert not line or possible(answer(["step 1 loss 2.0", line])) >= {rule.case}
-    fsdp = '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_runtime_utils.py", line 1, in forward'
+    fsdp = (
+        '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_runtime_utils.py", line 1,'
+        " in forward"
+    )
     strategies = CASES[rule.case].axes.strategy
     found = possible(answer(["Traceback (most recent call last):", fsdp, rule.examples[-1]]))
     if "Error: " in rule.examples[-1]:
@@ -631,16 +861,32 @@ def test_match_of_another_wording_is_possible_with_and_without_its_type(rule: Fa
 
 
 def test_recognize_in_the_code_of_another_model_is_possible_only_without_another_cause() -> None:
-    fsdp = '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_runtime_utils.py", line 1, in forward'
+    fsdp = (
+        '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_runtime_utils.py", line 1,'
+        " in forward"
+    )
     frames = [
-        '  File "/v/lib/python3.11/site-packages/transformers/models/mistral/modeling_mistral.py", line 1, in forward',
+        (
+            "  File"
+            ' "/v/lib/python3.11/site-packages/transformers/models/mistral/modeling_mistral.py",'
+            " line 1, in forward"
+        ),
         '  File "/v/lib/python3.11/site-packages/torch/nn/functional.py", line 2, in embedding',
         "RuntimeError: 'weight' must be 2-D",
     ]
-    named = '  File "train.py", line 3, in main', "    with FSDP.summon_full_params(model): model(x)"
-    for above, wanted in ([fsdp], "fsdp-generate"), ([], "zero3-outside-engine"), (named, "fsdp-generate"):
+    named = (
+        '  File "train.py", line 3, in main',
+        "    with FSDP.summon_full_params(model): model(x)",
+    )
+    for above, wanted in (
+        ([fsdp], "fsdp-generate"),
+        ([], "zero3-outside-engine"),
+        (named, "fsdp-generate"),
+    ):
         found = answer(["Traceback (most recent call last):", *above, *frames])
-        assert [failure.perhaps[0].case for failure in found.failures] == [wanted] and not found.names
+        assert [failure.perhaps[0].case for failure in found.failures] == [
+            wanted
+        ] and not found.names
 
 
 @pytest.mark.parametrize("unit", ["* ", "(a)", "torch 1.0 ", "Error", "[E ", "loss="])
@@ -661,7 +907,10 @@ def test_scan_after_an_early_error_reads_no_further_line() -> None:
 
 def test_words_that_are_looked_for_are_in_no_usual_line() -> None:
     usual = [
-        "[2024-05-01 12:00:00] [INFO] train.py:120 rank 3 step 12 loss 2.3 lr 1e-5 time 1.2 s tokens/s 900",
+        (
+            "[2024-05-01 12:00:00] [INFO] train.py:120 rank 3 step 12 loss 2.3 lr 1e-5 time 1.2 s"
+            " tokens/s 900"
+        ),
         "{'loss': 1.2, 'grad_norm': 0.3, 'learning_rate': 1e-05, 'epoch': 0.1}",
         " 5%|# | 1/20 [00:01<00:02, 1it/s]",
     ]
@@ -672,7 +921,10 @@ def test_words_that_are_looked_for_are_in_no_usual_line() -> None:
 HEALTHY = {
     "words": "step {0} loss 1.{0} error=0.{0} done, nccl ok, 0 failed",
     "json": '{{"step": {0}, "loss": 1.{0}, "msg": "step {0} done, nccl ok", "error": null}}',
-    "samples": '{{"step": {0}, "loss": 1.{0}, "sample": "Traceback (most recent call last):\\n  NameError: x{0}"}}',
+    "samples": (
+        '{{"step": {0}, "loss": 1.{0}, "sample": "Traceback (most recent call last):\\n  NameError:'
+        ' x{0}"}}'
+    ),
 }
 
 
@@ -702,7 +954,9 @@ def test_match_of_an_empty_log_beside_others_is_no_error(match: Match, tmp_path:
 
 
 @pytest.mark.parametrize(("last", "ended"), [("Finished", True), ("step 4 loss 1.8", False)])
-def test_match_of_a_log_that_stops_after_a_step_says_so(last: str, ended: bool, match: Match) -> None:
+def test_match_of_a_log_that_stops_after_a_step_says_so(
+    last: str, ended: bool, match: Match
+) -> None:
     text = f"step 2 loss 2.0\nstep 3 loss 1.9\n{last}\n".encode()
     assert json.loads(match(text, "--json")[1])[0]["training_ended"] == ended
     code, out, _ = match(text)
@@ -711,16 +965,24 @@ def test_match_of_a_log_that_stops_after_a_step_says_so(last: str, ended: bool, 
 
 @pytest.mark.parametrize(
     ("line", "kinds"),
-    [("loss 1.2 val_loss nan (in 3 batches)", ["validation-not-a-number"]),
-     ("train_loss nan val_loss nan", ["not-a-number"]), ("latest loss: nan", ["not-a-number"]),
-     ("{'eval_loss': nan, 'epoch': 1.0}", ["validation-not-a-number"])],
-)  # fmt: skip
-def test_a_loss_of_validation_that_is_no_number_is_not_that_of_training(line: str, kinds: list[str]) -> None:
+    [
+        ("loss 1.2 val_loss nan (in 3 batches)", ["validation-not-a-number"]),
+        ("train_loss nan val_loss nan", ["not-a-number"]),
+        ("latest loss: nan", ["not-a-number"]),
+        ("{'eval_loss': nan, 'epoch': 1.0}", ["validation-not-a-number"]),
+    ],
+)
+def test_a_loss_of_validation_that_is_no_number_is_not_that_of_training(
+    line: str, kinds: list[str]
+) -> None:
     assert answer([line, line, "Finished"]).kinds == kinds
 
 
 def test_a_failure_without_another_cause_comes_before_those_that_have_one() -> None:
-    sizes = "copying a param with shape torch.Size([151936, 896]) from checkpoint, the shape in current model is"
+    sizes = (
+        "copying a param with shape torch.Size([151936, 896]) from checkpoint, the shape in current"
+        " model is"
+    )
     head = "[rank1]: RuntimeError: Error(s) in loading state_dict for Qwen2ForCausalLM:"
     (cause,) = answer(
         [head, f"[rank1]: \tsize mismatch for model.embed_tokens.weight: {sizes} torch.Size([0])."]
@@ -730,9 +992,13 @@ def test_a_failure_without_another_cause_comes_before_those_that_have_one() -> N
 
 def test_the_own_wording_of_a_case_is_not_another_wording_of_it() -> None:
     line = (
-        "RuntimeError: Expected to mark a variable ready only once. 1) Use of a module parameter outside the `forward`"
+        "RuntimeError: Expected to mark a variable ready only once. 1) Use of a module parameter"
+        " outside the `forward`"
     )
-    place = '  File "/venv/lib/python3.10/site-packages/torch/autograd/__init__.py", line 267, in backward'
+    place = (
+        '  File "/venv/lib/python3.10/site-packages/torch/autograd/__init__.py", line 267, in'
+        " backward"
+    )
     (own,) = answer([*OWN[:-1], line]).causes
     assert [item.case for item in own.perhaps] == ["ddp-ready-once"]
     (cause,) = answer(["Traceback (most recent call last):", place, "    run()", line]).causes
@@ -743,14 +1009,18 @@ def test_the_own_wording_of_a_case_is_not_another_wording_of_it() -> None:
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"", 2), (b"\n\n\n", 3), (gzip.compress(WELL), 0),
-        ("\n".join(UNIFORM).encode("utf-16"), 0), (WELL.replace(b"\n", b"\r\n"), 0),
-        (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0), (b"x" * 3_000_000 + b"\n" + WELL, 0),
+        (b"", 2),
+        (b"\n\n\n", 3),
+        (gzip.compress(WELL), 0),
+        ("\n".join(UNIFORM).encode("utf-16"), 0),
+        (WELL.replace(b"\n", b"\r\n"), 0),
+        (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0),
+        (b"x" * 3_000_000 + b"\n" + WELL, 0),
         ("Fehler über \xff\n".encode("latin-1") + WELL, 0),
         (b"\0" * 5000 + WELL.replace(b"dtype", b"dt\0ype"), 0),
     ],
     ids=["0 bytes", "blank", "gzip", "utf-16", "CRLF", "a bar", "a long line", "latin-1", "zeros"],
-)  # fmt: skip
+)
 def test_match_of_any_encoding_reads_it(
     content: bytes, code: int, match: Match, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -770,26 +1040,45 @@ def test_match_of_something_else_exits_2(
 ) -> None:
     code, _, err = match(content)
     assert code == 2 and message in err and "a.log" in err
-    assert cli.main(["match", str(tmp_path / "none.log")]) == 2 and "No such file" in capsys.readouterr().err
+    assert (
+        cli.main(["match", str(tmp_path / "none.log")]) == 2
+        and "No such file" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("before", [0, 50, 5_000, 100_000])
-def test_match_of_a_damaged_gzip_file_reads_what_is_before_the_damage(before: int, match: Match) -> None:
-    text = b"".join(b"step %d: loss %d\n" % (step, hash((step, 1)) % 10**9) for step in range(before)) + WELL
-    code, out, err = match(gzip.compress(text)[:-9])  # the error is in the last lines, its end is cut off
+def test_match_of_a_damaged_gzip_file_reads_what_is_before_the_damage(
+    before: int, match: Match
+) -> None:
+    text = (
+        b"".join(b"step %d: loss %d\n" % (step, hash((step, 1)) % 10**9) for step in range(before))
+        + WELL
+    )
+    code, out, err = match(
+        gzip.compress(text)[:-9]
+    )  # the error is in the last lines, its end is cut off
     assert code == 0 and "fsdp-uniform-dtype" in out
     assert "end-of-stream" in err
-    assert match(gzip.compress(b"step 1 loss 2.0\n" * (before + 1))[:-9])[0] == 2  # perhaps it failed later
+    assert (
+        match(gzip.compress(b"step 1 loss 2.0\n" * (before + 1))[:-9])[0] == 2
+    )  # perhaps it failed later
 
 
 @pytest.mark.parametrize("prefix", ["[rank{}]: ", ""])
 def test_match_puts_the_message_of_interleaved_ranks_together(prefix: str, match: Match) -> None:
-    frames = ["Traceback (most recent call last):",
-              '  File "/v/lib/python3.11/site-packages/torch/nn/modules/module.py", line 2581, in load_state_dict',
-              "    raise RuntimeError("]  # fmt: skip
+    frames = [
+        "Traceback (most recent call last):",
+        (
+            '  File "/v/lib/python3.11/site-packages/torch/nn/modules/module.py", line 2581, in'
+            " load_state_dict"
+        ),
+        "    raise RuntimeError(",
+    ]
     shapes = "torch.Size([64, 32]) from checkpoint, the shape in current model is torch.Size([0])."
-    error = ["RuntimeError: Error(s) in loading state_dict for Qwen2ForCausalLM:",
-             f"\tsize mismatch for model.embed_tokens.weight: copying a param with shape {shapes}"]  # fmt: skip
+    error = [
+        "RuntimeError: Error(s) in loading state_dict for Qwen2ForCausalLM:",
+        f"\tsize mismatch for model.embed_tokens.weight: copying a param with shape {shapes}",
+    ]
     lines = [prefix.format(rank) + line for line in frames + error for rank in range(4)]
     code, out, _ = match("\n".join(lines).encode())
     assert (code == 0) == bool(prefix) and "zero3-load-state-dict" in out
@@ -806,8 +1095,12 @@ def test_match_puts_the_message_of_interleaved_ranks_together(prefix: str, match
     ],
 )
 def test_recognize_of_a_warning_skips_a_loggers_prefix(before: str, known: bool) -> None:
-    said = "You are using an old version of the checkpointing format that is deprecated (We will also"
-    assert [one.case for one in answer([f"{before}{said}"]).remarks] == ["old-checkpointing-hook"] * known
+    said = (
+        "You are using an old version of the checkpointing format that is deprecated (We will also"
+    )
+    assert [one.case for one in answer([f"{before}{said}"]).remarks] == [
+        "old-checkpointing-hook"
+    ] * known
 
 
 # --- real logs: public threads, what is published of our own ranks, and runs that went well
@@ -816,7 +1109,9 @@ LOGS = Path(__file__).parents[1] / "data" / "logs"
 
 
 def fixtures(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = yaml.safe_load((LOGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = yaml.safe_load(
+        (LOGS / f"{name}.yaml").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -827,10 +1122,22 @@ PUBLIC, PASSED = fixtures("public"), fixtures("healthy")
 def test_recognize_of_a_timeout_tells_who_waited_where(entry: dict[str, Any]) -> None:
     lines = entry["log"].splitlines()
     found = answer(
-        [*lines, "E1123 api.py:826] failed (exitcode: -6) local_rank: 0 (pid: 7) of binary: /usr/bin/python"]
+        [
+            *lines,
+            (
+                "E1123 api.py:826] failed (exitcode: -6) local_rank: 0 (pid: 7) of binary:"
+                " /usr/bin/python"
+            ),
+        ]
     )
-    assert found.hang and {rank: str(wait) for rank, wait in found.hang.waits.items()} == entry["waits"]
-    assert (list(found.hang.silent), sorted(found.like)) == (entry.get("silent", []), entry.get("like", []))
+    assert (
+        found.hang
+        and {rank: str(wait) for rank, wait in found.hang.waits.items()} == entry["waits"]
+    )
+    assert (list(found.hang.silent), sorted(found.like)) == (
+        entry.get("silent", []),
+        entry.get("like", []),
+    )
     assert found.kinds == [found.hang.kind, "abort"] and found.exit_code == 1
     sizes = [wait.size for _, wait in sorted(found.hang.waits.items())]
     assert found.hang.sizes_differ == ("sizes" in entry) and sizes == entry.get("sizes", sizes)
@@ -863,17 +1170,32 @@ def test_recognize_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
 
 def test_match_of_losses_that_are_all_zero_is_a_failure_unless_a_gradient_is_not() -> None:
     steps = [f"{{'loss': 0.0, 'epoch': 0.{number}}}" for number in range(300)]
-    assert answer(steps).kinds == answer(["{'loss': 2.0, 'epoch': 0.0}", *steps, "done"]).kinds == ["zero-loss"]
-    for healthy in (steps[:2], [*steps, "{'loss': 0.01, 'epoch': 0.4}"], [*steps, "loss: 0.0, grad_norm: 1e-3"],
-                    [*steps, "lm loss: 0.2, aux loss: 0.0"]):  # fmt: skip
+    assert (
+        answer(steps).kinds
+        == answer(["{'loss': 2.0, 'epoch': 0.0}", *steps, "done"]).kinds
+        == ["zero-loss"]
+    )
+    for healthy in (
+        steps[:2],
+        [*steps, "{'loss': 0.01, 'epoch': 0.4}"],
+        [*steps, "loss: 0.0, grad_norm: 1e-3"],
+        [*steps, "lm loss: 0.2, aux loss: 0.0"],
+    ):
         assert answer(healthy).exit_code == 3
 
 
 def test_match_of_a_crash_in_the_output_that_a_scheduler_prints_as_information_is_one() -> None:
-    assert answer(["step 1 loss 2.0", "{bash.py:12} INFO - Segmentation fault (core dumped)"]).exit_code == 1
+    assert (
+        answer(
+            ["step 1 loss 2.0", "{bash.py:12} INFO - Segmentation fault (core dumped)"]
+        ).exit_code
+        == 1
+    )
 
 
-@pytest.mark.parametrize("form", ["Epoch {} recon_loss: {:.1f} kl_loss: 3.2", "epoch {} | loss {:.1f}"])
+@pytest.mark.parametrize(
+    "form", ["Epoch {} recon_loss: {:.1f} kl_loss: 3.2", "epoch {} | loss {:.1f}"]
+)
 def test_match_of_large_losses_is_nothing(form: str) -> None:
     falling = [form.format(number, 54321.2 * 0.99**number) for number in range(100)]
     assert answer(["epoch 0 | loss 2.300", *falling, "Training completed"]).exit_code == 3
@@ -909,7 +1231,9 @@ def outcome(entry: dict[str, Any]) -> str:
     found = answer(entry["line"].split("\n"))
     if found.exit_code == 3 and entry.get("failure", True):
         return "no failure"
-    possible_first = list(dict.fromkeys(item.case for failure in found.causes for item in failure.perhaps))
+    possible_first = list(
+        dict.fromkeys(item.case for failure in found.causes for item in failure.perhaps)
+    )
     named = found.names or possible_first or found.kinds[:1]
     if not named:
         return "right" if entry["want"] is None else "nothing"
@@ -928,32 +1252,56 @@ def test_figures_of_the_guide_are_those_of_the_threads() -> None:
     guide = Path(__file__).parents[2] / "docs" / "guides" / "match.md"
     assert "\n".join(lines) in guide.read_text(encoding="utf-8"), lines
     for half, counts in halves.items():
-        assert counts["right"] >= 0.9 * counts.total() and counts["wrong"] <= 0.05 * counts.total(), half
+        assert (
+            counts["right"] >= 0.9 * counts.total() and counts["wrong"] <= 0.05 * counts.total()
+        ), half
 
 
 @pytest.mark.parametrize(
     ("sizes", "verdict"),
     [
-        ("total capacity of 80.00 GiB of which 1.00 GiB is free. Of the allocated memory 70.00 GiB is allocated by "
-         "PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated", "unused: fragmentation"),
-        ("GPU 0; 80.00 GiB total capacity; 78.00 GiB already allocated; 512.00 MiB free; 78.50 GiB reserved in total",
-         "no fragmentation"),
-        ("total capacty of 80.00 GiB of which 0 bytes is free. Process 7 has 61.00 GiB memory in use. Of the allocated "
-         "memory 19.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated",
-         "61.0 GiB belong to other processes (process 7: 61.00 GiB)"),
-        ("total capacity of 80.00 GiB of which 1.00 GiB is free. Process 7 has 60.00 GiB memory in use. Of the "
-         "allocated memory 10.00 GiB is allocated by PyTorch, and 9.00 GiB is reserved by PyTorch but unallocated",
-         "belong to other processes (process 7: 60.00 GiB)"),  # and fragmentation
+        (
+            (
+                "total capacity of 80.00 GiB of which 1.00 GiB is free. Of the allocated memory"
+                " 70.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but"
+                " unallocated"
+            ),
+            "unused: fragmentation",
+        ),
+        (
+            (
+                "GPU 0; 80.00 GiB total capacity; 78.00 GiB already allocated; 512.00 MiB free;"
+                " 78.50 GiB reserved in total"
+            ),
+            "no fragmentation",
+        ),
+        (
+            (
+                "total capacty of 80.00 GiB of which 0 bytes is free. Process 7 has 61.00 GiB"
+                " memory in use. Of the allocated memory 19.00 GiB is allocated by PyTorch, and 0"
+                " bytes is reserved by PyTorch but unallocated"
+            ),
+            "61.0 GiB belong to other processes (process 7: 61.00 GiB)",
+        ),
+        (
+            (
+                "total capacity of 80.00 GiB of which 1.00 GiB is free. Process 7 has 60.00 GiB"
+                " memory in use. Of the allocated memory 10.00 GiB is allocated by PyTorch, and"
+                " 9.00 GiB is reserved by PyTorch but unallocated"
+            ),
+            "belong to other processes (process 7: 60.00 GiB)",
+        ),  # and fragmentation
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_memory_tells_fragmentation_from_a_full_gpu(sizes: str, verdict: str) -> None:
     text = memory_of(f"CUDA out of memory. Tried to allocate 2.00 GiB ({sizes})")
     assert verdict in text and bool(text) == bool(sizes)
 
 
 @pytest.mark.parametrize(
-    ("example", "first"), [(0, "Unexpected keyword argument: "), (1, "Undefined symbol: "), (3, "Cannot import name: ")]
+    ("example", "first"),
+    [(0, "Unexpected keyword argument: "), (1, "Undefined symbol: "), (3, "Cannot import name: ")],
 )
 def test_advice_for_what_the_error_says_comes_first(example: int, first: str, match: Match) -> None:
     _, out, _ = match([rules()["version-conflict"].examples[example]])
@@ -961,15 +1309,24 @@ def test_advice_for_what_the_error_says_comes_first(example: int, first: str, ma
 
 
 def test_what_only_follows_comes_last(match: Match) -> None:
-    _, out, _ = match(b"torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
-                      b"Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
-                      b"  exitcode  : -9 (pid: 7)\n")  # fmt: skip
-    assert out.splitlines()[-1].startswith("  Follow from another process's failure") and "SIGKILL" in out
+    _, out, _ = match(
+        b"torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+        b"Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+        b"  exitcode  : -9 (pid: 7)\n"
+    )
+    assert (
+        out.splitlines()[-1].startswith("  Follow from another process's failure")
+        and "SIGKILL" in out
+    )
 
 
 def test_rules_name_cases_of_the_catalog_and_threads() -> None:
     assert {rule.case for rule in rules().values()} - {""} <= set(CASES)
-    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each) for rule in rules().values() for each in rule.references)
+    assert all(
+        re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each)
+        for rule in rules().values()
+        for each in rule.references
+    )
     assert all(rule.references or rule.library for rule in rules().values())
     assert {row["want"] for row in fixtures("threads")} <= {
         *CASES,
@@ -982,14 +1339,21 @@ def test_rules_name_cases_of_the_catalog_and_threads() -> None:
 
 @cache
 def tails() -> dict[str, tuple[frozenset[str], str]]:
-    """Every different log tail that is published -> (the cases that its attempt shows by its records, where it is)."""
+    """Every different log tail that is published -> (the cases that its attempt shows by its
+    records, where it is)."""
     found: dict[str, tuple[frozenset[str], str]] = {}
     for document in Store(BASELINE).documents():
         case = CASES.get(document["case"])
         for name, variant in document["variants"].items() if case else ():
             for attempt in variant["attempts"]:
-                outcome = grade.grade(case, name, attempt["observation"], CASES) if name in case.variants else None
-                right = frozenset(item.case for item in outcome.recognized) if outcome else frozenset()
+                outcome = (
+                    grade.grade(case, name, attempt["observation"], CASES)
+                    if name in case.variants
+                    else None
+                )
+                right = (
+                    frozenset(item.case for item in outcome.recognized) if outcome else frozenset()
+                )
                 for rank in attempt["observation"]["ranks"]:
                     tail = rank.get("log_tail") or ""
                     if tail:
@@ -1006,11 +1370,17 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         if names - right:
             wrong.append(f"{where}: {sorted(names)}, not {sorted(right)}")
         named += bool(names)
-        refused = [each.kind for each in found.leading if each.kind in rules() and rules()[each.kind].library]
+        refused = [
+            each.kind
+            for each in found.leading
+            if each.kind in rules() and rules()[each.kind].library
+        ]
         if right and refused:
             wrong.append(f"{where}: {refused}, not {sorted(right)}")
         raised = {failure.error.type for failure in found.causes} - {""}
-        known = {case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)}
+        known = {
+            case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)
+        }
         if raised and known and not names and not possible(found) & right:
             missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
     assert (wrong, missed) == ([], []) and named > 300
@@ -1018,12 +1388,18 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
 
 # Probe of the survey of a real GPU -> what its log shows; of the others: nothing.
 SURVEYED = {
-    "error.full_card*": "cuda-out-of-memory", "error.too_large*": "cuda-out-of-memory",
-    "error.bad_index*": "device-side-assert", "error.sticky*": "device-side-assert",
-    "nccl.pending_error*": "device-side-assert", "error.freed_view*": "cuda-illegal-access",
-    "error.no_such_device*": "cuda-setup", "nccl.same_card": "nccl-error", "*.peer_*": "peer-lost",
-    "nccl.two_hosts.broadcast": "peer-lost", "nccl.pipe": "peer-lost",
-}  # fmt: skip
+    "error.full_card*": "cuda-out-of-memory",
+    "error.too_large*": "cuda-out-of-memory",
+    "error.bad_index*": "device-side-assert",
+    "error.sticky*": "device-side-assert",
+    "nccl.pending_error*": "device-side-assert",
+    "error.freed_view*": "cuda-illegal-access",
+    "error.no_such_device*": "cuda-setup",
+    "nccl.same_card": "nccl-error",
+    "*.peer_*": "peer-lost",
+    "nccl.two_hosts.broadcast": "peer-lost",
+    "nccl.pipe": "peer-lost",
+}
 
 
 def test_match_of_the_logs_of_a_real_gpu() -> None:
@@ -1034,4 +1410,6 @@ def test_match_of_the_logs_of_a_real_gpu() -> None:
         expected = [kind for pattern, kind in SURVEYED.items() if fnmatchcase(name, pattern)]
         assert found.kinds == expected and found.hang is None, name
         own = [each.error.type for each in found.failures if not each.echo]
-        assert own == ["ValueError"] or "peer_raises" not in name, "a lost peer never hides the first failure"
+        assert own == ["ValueError"] or "peer_raises" not in name, (
+            "a lost peer never hides the first failure"
+        )

@@ -1,4 +1,5 @@
-"""Users' scripts, launched with real ranks: what is recorded, and that recording changes nothing in the script."""
+"""Users' scripts, launched with real ranks: what is recorded, and that recording changes nothing in
+the script."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Bench:
         return path
 
     def document(self, words: str, wanted: Failure = ANY, **how: Any) -> Any:
-        self.script = Script(adhoc_case.command_of_words(words.split()), wanted, self.folder / "results", **how)
+        self.script = Script(
+            adhoc_case.command_of_words(words.split()), wanted, self.folder / "results", **how
+        )
         prepared = session.prepare(self.script.request(), given={"current": in_shell(self.stack)})
         return workspace.execute(prepared, lambda event: None, threading.Event()).documents[0]
 
@@ -69,7 +72,9 @@ def test_torchrun_of_two_ranks_records_each_and_changes_nothing(bench: Bench) ->
         time.sleep(600)
     """)
     env = (("PWD_WAS", str(bench.folder)),)
-    attempt = bench.run("torchrun --nproc-per-node 2 train.py a", error("IndexError: list index"), env=env)
+    attempt = bench.run(
+        "torchrun --nproc-per-node 2 train.py a", error("IndexError: list index"), env=env
+    )
     assert attempt["outcome"]["outcome"] == "reproduced", attempt["outcome"]
     zero, one = attempt["observation"]["ranks"]
     assert (one["exit_code"], one["terminated_by"]) == (1, "self")
@@ -88,16 +93,51 @@ def test_torchrun_of_two_ranks_records_each_and_changes_nothing(bench: Bench) ->
         ("import sys; sys.exit(3)", ANY, "other_failure", "exit code 3"),
         ("import os; os._exit(0)", ANY, "passed", "exit code 0"),
         ("print(input())", ANY, "other_failure", "EOFError"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", ANY, "other_failure", "SIGSEGV"),
-        ("import sys; sys.excepthook = None; raise KeyError('x')", error("KeyError"), "reproduced", ""),
-        ("import os, sys; sys.excepthook = lambda *_: os._exit(0); raise RuntimeError('boom')",
-         error("RuntimeError: boom"), "reproduced", ""),
-        ("import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)", ANY, "infra_error", "killed"),
-        ("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)", ANY, "passed", "killed"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            ANY,
+            "other_failure",
+            "SIGSEGV",
+        ),
+        (
+            "import sys; sys.excepthook = None; raise KeyError('x')",
+            error("KeyError"),
+            "reproduced",
+            "",
+        ),
+        (
+            "import os, sys; sys.excepthook = lambda *_: os._exit(0); raise RuntimeError('boom')",
+            error("RuntimeError: boom"),
+            "reproduced",
+            "",
+        ),
+        (
+            "import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)",
+            ANY,
+            "infra_error",
+            "killed",
+        ),
+        (
+            "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)",
+            ANY,
+            "passed",
+            "killed",
+        ),
     ],
-    ids=["exit", "os._exit", "stdin", "signal", "no excepthook", "exit in the excepthook", "fork", "background"],
-)  # fmt: skip
-def test_plain_script_end_gives_outcome(bench: Bench, text: str, wanted: Failure, outcome: str, expected: str) -> None:
+    ids=[
+        "exit",
+        "os._exit",
+        "stdin",
+        "signal",
+        "no excepthook",
+        "exit in the excepthook",
+        "fork",
+        "background",
+    ],
+)
+def test_plain_script_end_gives_outcome(
+    bench: Bench, text: str, wanted: Failure, outcome: str, expected: str
+) -> None:
     found = bench.plain(text, wanted)
     assert found["outcome"]["outcome"] == outcome, found["outcome"]
     assert expected in str((found["outcome"], found["observation"]["attempt"]["leaked_processes"]))
@@ -105,11 +145,17 @@ def test_plain_script_end_gives_outcome(bench: Bench, text: str, wanted: Failure
 
 def test_end_without_pythons_exit_is_noted(bench: Bench) -> None:
     """An error may have been swallowed; scripts that end so on purpose pass nevertheless."""
-    for text, noted in (("import os\ntry: [][1]\nfinally: os._exit(0)", True), ("import sys; sys.exit(0)", False)):
+    for text, noted in (
+        ("import os\ntry: [][1]\nfinally: os._exit(0)", True),
+        ("import sys; sys.exit(0)", False),
+    ):
         bench.write(text)
         document = bench.document("python train.py")
         shown = "\n".join(describe(bench.script.case(), document))
-        assert "passed 1 of 1" in shown and ("note: rank 0 ended without Python's exit" in shown) == noted
+        assert (
+            "passed 1 of 1" in shown
+            and ("note: rank 0 ended without Python's exit" in shown) == noted
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,24 +163,38 @@ def test_end_without_pythons_exit_is_noted(bench: Bench) -> None:
     [
         ("threading.Thread(target=fails).start()", "reproduced"),
         ("type('Saver', (), {'__del__': fails})()", "reproduced"),
-        pytest.param("atexit.register(fails)", "reproduced", marks=pytest.mark.skipif(
-            sys.version_info < (3, 10), reason="Python 3.9 has no hook for errors of atexit handlers")),
+        pytest.param(
+            "atexit.register(fails)",
+            "reproduced",
+            marks=pytest.mark.skipif(
+                sys.version_info < (3, 10),
+                reason="Python 3.9 has no hook for errors of atexit handlers",
+            ),
+        ),
         ("threading.Thread(target=sys.exit).start()", "passed"),
     ],
     ids=["thread", "destructor", "atexit", "exit of a thread"],
-)  # fmt: skip
-def test_error_that_does_not_end_the_script_is_its_failure(bench: Bench, text: str, outcome: str) -> None:
+)
+def test_error_that_does_not_end_the_script_is_its_failure(
+    bench: Bench, text: str, outcome: str
+) -> None:
     text = f"import atexit, sys, threading\ndef fails(*_): raise KeyError('shard')\n{text}"
     found = bench.plain(text, error("KeyError: shard"))
     assert found["outcome"]["outcome"] == outcome, found["outcome"]
     assert found["observation"]["ranks"][0]["exit_code"] == 0
-    assert (found["observation"]["ranks"][0]["log_tail"] == "") == (outcome == "passed"), "Python reports it as before"
+    assert (found["observation"]["ranks"][0]["log_tail"] == "") == (outcome == "passed"), (
+        "Python reports it as before"
+    )
 
 
-def test_plain_script_imports_the_environments_sitecustomize(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_script_imports_the_environments_sitecustomize(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.write("import builtins; builtins.was_here = 7", "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(bench.folder))
-    found = bench.plain("import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", exit_code(7))
+    found = bench.plain(
+        "import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", exit_code(7)
+    )
     assert found["outcome"]["outcome"] == "reproduced"
 
 
@@ -159,7 +219,9 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     assert spec.shadowed(layered, "mine") == [], "a layer of the stack comes before it"
 
 
-def test_log_without_end_is_cut_and_its_end_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_without_end_is_cut_and_its_end_is_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("repro_matrix.launch.attempt.cut.__defaults__", (1 << 20,))
     found = bench.plain(
         """
@@ -176,8 +238,13 @@ def test_log_without_end_is_cut_and_its_end_is_read(bench: Bench, monkeypatch: p
 
 
 def test_script_that_hangs_has_a_stack(bench: Bench) -> None:
-    found = bench.plain("import threading\ndef waits():\n    threading.Event().wait()\nwaits()", hang(3.0))
-    assert found["outcome"]["outcome"] == "reproduced" and "waits" in found["observation"]["ranks"][0]["stack"]
+    found = bench.plain(
+        "import threading\ndef waits():\n    threading.Event().wait()\nwaits()", hang(3.0)
+    )
+    assert (
+        found["outcome"]["outcome"] == "reproduced"
+        and "waits" in found["observation"]["ranks"][0]["stack"]
+    )
 
 
 @pytest.mark.slow
@@ -190,16 +257,25 @@ def test_error_of_a_spawned_rank_is_read_from_its_parents_text(bench: Bench) -> 
         if __name__ == "__main__":
             mp.spawn(work, nprocs=2)
     """)["outcome"]["primary"]
-    assert (primary["type"], primary["message"]) == ("KeyError", "'missing'") and "train.py" in primary["location"]
+    assert (primary["type"], primary["message"]) == (
+        "KeyError",
+        "'missing'",
+    ) and "train.py" in primary["location"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "outcome"), [(1, "reproduced"), (2, "infra_error")])
-def test_accelerate_process_without_a_rank_is_the_only_rank(bench: Bench, ranks: int, outcome: str) -> None:
+def test_accelerate_process_without_a_rank_is_the_only_rank(
+    bench: Bench, ranks: int, outcome: str
+) -> None:
     """On a CPU accelerate starts one plain process, whatever --num_processes says."""
     bench.write("raise LookupError('here')")
-    found = bench.run(f"accelerate launch --cpu --num_processes {ranks} train.py", error("LookupError: here"))
-    assert found["outcome"]["outcome"] == outcome and (ranks == 1 or "only 1 rank of 2" in found["outcome"]["reason"])
+    found = bench.run(
+        f"accelerate launch --cpu --num_processes {ranks} train.py", error("LookupError: here")
+    )
+    assert found["outcome"]["outcome"] == outcome and (
+        ranks == 1 or "only 1 rank of 2" in found["outcome"]["reason"]
+    )
 
 
 def test_command_that_starts_no_rank_is_an_infra_error(bench: Bench) -> None:
@@ -266,27 +342,56 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
     ("how", "checks", "outcome", "text"),
     [
         ("right", REPLICAS + FINITE, "passed", "parameters_finite: 2 tensors and 2 gradients"),
-        ("bypassed", REPLICAS, "reproduced", "compared on 2 ranks; wrong: weight, gradient of weight"),
+        (
+            "bypassed",
+            REPLICAS,
+            "reproduced",
+            "compared on 2 ranks; wrong: weight, gradient of weight",
+        ),
         ("signs", REPLICAS, "reproduced", "compared on 2 ranks; wrong: gradient of weight"),
         ("alone", REPLICAS, "infra_error", "not checked: no process group was created"),
         (
             "frozen",
             REPLICAS,
             "reproduced",
-            "3 parameters (1 frozen) and 2 gradients of the last of 1 step compared on "
-            "2 ranks; 2 parameters that no optimizer has stepped on were not compared; wrong: 0.base",
+            (
+                "3 parameters (1 frozen) and 2 gradients of the last of 1 step compared on 2 ranks;"
+                " 2 parameters that no optimizer has stepped on were not compared; wrong: 0.base"
+            ),
         ),
         ("frozen nan", FINITE, "reproduced", "wrong: 0.base"),
-        pytest.param("frozen", FINITE, "passed", "parameters_finite: 3 tensors", marks=pytest.mark.slow),
+        pytest.param(
+            "frozen", FINITE, "passed", "parameters_finite: 3 tensors", marks=pytest.mark.slow
+        ),
         pytest.param("right", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("bypassed", (), "passed", "no number was checked", marks=pytest.mark.slow),
-        pytest.param("zero1", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow),
-        pytest.param("compiled", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow),
+        pytest.param(
+            "zero1", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "compiled", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow
+        ),
         pytest.param("nan", FINITE, "reproduced", "wrong: weight", marks=pytest.mark.slow),
-        pytest.param("crash", REPLICAS, "other_failure", "ValueError: boom", marks=pytest.mark.slow),
-        pytest.param("sharded", REPLICAS, "infra_error", "not checked: sharded by FSDP", marks=pytest.mark.slow),
-        pytest.param("sharded", FINITE, "passed", "parameters_finite: 1 tensors", marks=pytest.mark.slow),
-        pytest.param("os._exit", REPLICAS, "infra_error", "ended without Python's exit", marks=pytest.mark.slow),
+        pytest.param(
+            "crash", REPLICAS, "other_failure", "ValueError: boom", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "sharded",
+            REPLICAS,
+            "infra_error",
+            "not checked: sharded by FSDP",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sharded", FINITE, "passed", "parameters_finite: 1 tensors", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "os._exit",
+            REPLICAS,
+            "infra_error",
+            "ended without Python's exit",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_parameters_of_a_script_are_checked_at_its_end(
@@ -294,13 +399,17 @@ def test_parameters_of_a_script_are_checked_at_its_end(
 ) -> None:
     bench.write(TRAINS)
     wanted = script_failure.with_checks(ANY, checks) if checks else ANY
-    document = bench.document(f"torchrun --standalone --nproc-per-node 2 train.py {how}", wanted, checks=checks)
+    document = bench.document(
+        f"torchrun --standalone --nproc-per-node 2 train.py {how}", wanted, checks=checks
+    )
     (attempt,) = document["variants"]["unfixed"]["attempts"]
     assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
     shown = "\n".join(describe(bench.script.case(), document))
     assert text in shown
     if outcome == "infra_error":
-        assert "not checked 1 of 1" in shown and "infra error" not in shown and "want 0" not in shown
+        assert (
+            "not checked 1 of 1" in shown and "infra error" not in shown and "want 0" not in shown
+        )
 
 
 DATA = """
@@ -334,7 +443,9 @@ DATA = """
                         model(each)
         dist.destroy_process_group()
 """
-PADDED = "32 samples, known by index, of 2 epochs on 2 ranks; epochs 0, 1: 1 sample repeated as padding"
+PADDED = (
+    "32 samples, known by index, of 2 epochs on 2 ranks; epochs 0, 1: 1 sample repeated as padding"
+)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +456,18 @@ PADDED = "32 samples, known by index, of 2 epochs on 2 ranks; epochs 0, 1: 1 sam
         ("accelerate", 0, "passed", PADDED),
         pytest.param("sampler", 0, "passed", PADDED, marks=pytest.mark.slow),
         pytest.param(
-            "none", 0, "reproduced", "wrong: epochs 0, 1: 15 samples shared by ranks 0, 1", marks=pytest.mark.slow
+            "none",
+            0,
+            "reproduced",
+            "wrong: epochs 0, 1: 15 samples shared by ranks 0, 1",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "none", 1, "reproduced", "wrong: epochs 0, 1: 15 samples shared by ranks 0, 1", marks=pytest.mark.slow
+            "none",
+            1,
+            "reproduced",
+            "wrong: epochs 0, 1: 15 samples shared by ranks 0, 1",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -365,6 +484,11 @@ def test_samples_of_a_script_are_disjoint_and_complete(
 
 def test_script_without_a_model_is_not_checked_rather_than_passed(bench: Bench) -> None:
     bench.write("print('no model')")
-    document = bench.document("python train.py", script_failure.with_checks(ANY, FINITE), checks=FINITE)
+    document = bench.document(
+        "python train.py", script_failure.with_checks(ANY, FINITE), checks=FINITE
+    )
     outcome = document["variants"]["unfixed"]["attempts"][0]["outcome"]
-    assert outcome["infra_error"] == "missing_check" and "no optimizer of torch has stepped" in outcome["reason"]
+    assert (
+        outcome["infra_error"] == "missing_check"
+        and "no optimizer of torch has stepped" in outcome["reason"]
+    )

@@ -1,9 +1,11 @@
-"""A made-up GPU whose tensors are CPU tensors with a mark: real numbers, real gloo, and CUDA's rules about devices.
+"""A made-up GPU whose tensors are CPU tensors with a mark: real numbers, real gloo, and CUDA's
+rules about devices.
 
-The device "cpu:0" is the GPU; "cpu" is the CPU. Tensors that are made on or moved to the GPU, or computed from such,
-are on the GPU; those that Python makes without a device, or that are moved to the CPU, are on the CPU. What C++ makes
-for itself is on neither, and fits both. An operation on both, where CUDA would raise, raises; so do a collective on a
-CPU tensor, as with NCCL, and ``numpy`` on a tensor of the GPU.
+The device "cpu:0" is the GPU; "cpu" is the CPU. Tensors that are made on or moved to the GPU, or
+computed from such, are on the GPU; those that Python makes without a device, or that are moved to
+the CPU, are on the CPU. What C++ makes for itself is on neither, and fits both. An operation on
+both, where CUDA would raise, raises; so do a collective on a CPU tensor, as with NCCL, and
+``numpy`` on a tensor of the GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +27,49 @@ GPU, HOST = "cuda:0", "cpu"
 ON_GPU = torch.device("cpu", 0)
 MADE_UP = "(on the made-up GPU)"  # in every error that is raised here
 marks: dict[int, tuple[StorageWeakRef, str]] = {}
-ACROSS = ("copy", "_to_copy", "_foreach_copy", "set_", "_has_", "detach")  # they take tensors of two devices
-INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
+ACROSS = (
+    "copy",
+    "_to_copy",
+    "_foreach_copy",
+    "set_",
+    "_has_",
+    "detach",
+)  # they take tensors of two devices
+INDEXED = (
+    "index",
+    "index_put",
+    "index_put_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+    "_index_put_impl_",
+)
 FACTORIES = (
-    "arange", "as_tensor", "empty", "eye", "frombuffer", "from_numpy", "full", "linspace", "ones", "rand", "randint",
-    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
-)  # fmt: skip
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "frombuffer",
+    "from_numpy",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+)
 
 
 def storage_of(tensor: Any) -> Any:
     for part in ("_local_tensor", "elem"):  # of a DTensor, of a collective that has not ended
         tensor = getattr(tensor, part, tensor)
     try:
-        return tensor.untyped_storage() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+        return (
+            tensor.untyped_storage() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+        )
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -57,14 +89,20 @@ def where(tensor: torch.Tensor) -> str | None:
 
 
 class Rules(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         named, name = kwargs or {}, function._schema.name
-        tensors = [each for each in tree.tree_leaves((args, named)) if isinstance(each, torch.Tensor)]
+        tensors = [
+            each for each in tree.tree_leaves((args, named)) if isinstance(each, torch.Tensor)
+        ]
         places = {id(each): where(each) for each in tensors}
         base = name.partition("::")[2]
         if name.startswith("c10d::"):
             if HOST in places.values() and not of_objects():
-                raise RuntimeError(f"No backend type associated with device type cpu: {name} {MADE_UP}")
+                raise RuntimeError(
+                    f"No backend type associated with device type cpu: {name} {MADE_UP}"
+                )
         elif not base.startswith(ACROSS):
             if base in INDEXED and where(args[0]) != HOST:  # an index may be on the CPU
                 tensors = [args[0], *[each for each in args[2:3] if isinstance(each, torch.Tensor)]]
@@ -72,7 +110,9 @@ class Rules(TorchDispatchMode):
             bound = {places[id(each)] for each in tensors if each.dim() or single} - {None}
             if len(bound) > 1:
                 both = f"{GPU} and cpu: {name} {MADE_UP}"
-                raise RuntimeError(f"Expected all tensors to be on the same device, but found {both}")
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but found {both}"
+                )
         result = function(*args, **named)
         asked = named.get("device")
         if asked is not None:
@@ -101,7 +141,10 @@ def marked(factory: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **named: Any) -> Any:
         result = factory(*args, **named)
         if not any(isinstance(each, torch.Tensor) for each in args):
-            mark(result, GPU if named.get("device") and torch.device(named["device"]) == ON_GPU else HOST)
+            mark(
+                result,
+                GPU if named.get("device") and torch.device(named["device"]) == ON_GPU else HOST,
+            )
         return result
 
     return make
@@ -109,13 +152,22 @@ def marked(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def moved(move: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: Any, *args: Any, **named: Any) -> Any:
-        wanted = named.get("device") or next((each for each in args if isinstance(each, (str, torch.device))), None)
-        if where(self) == GPU and wanted is not None and torch.device(wanted) == ON_GPU:  # it is there
-            dtype = named.get("dtype") or next((each for each in args if isinstance(each, torch.dtype)), self.dtype)
+        wanted = named.get("device") or next(
+            (each for each in args if isinstance(each, (str, torch.device))), None
+        )
+        if (
+            where(self) == GPU and wanted is not None and torch.device(wanted) == ON_GPU
+        ):  # it is there
+            dtype = named.get("dtype") or next(
+                (each for each in args if isinstance(each, torch.dtype)), self.dtype
+            )
             return move(self, dtype, copy=named.get("copy", False))
         result = move(self, *args, **named)
         if where(self) == GPU and (move.__name__ == "cpu" or wanted is not None):
-            if storage_of(result) is not None and storage_of(result)._cdata == storage_of(self)._cdata:
+            if (
+                storage_of(result) is not None
+                and storage_of(result)._cdata == storage_of(self)._cdata
+            ):
                 result = result.clone()
             mark(result, HOST)
         return result
@@ -176,7 +228,11 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
         yield module, "_get_device_from_mesh", lambda mesh: ON_GPU
     for module in (saving, torch.distributed.distributed_c10d):
         yield module, "_get_pg_default_device", lambda group=None: ON_GPU
-    yield clipping, "_group_tensors_by_device_and_dtype", grouped(clipping._group_tensors_by_device_and_dtype)
+    yield (
+        clipping,
+        "_group_tensors_by_device_and_dtype",
+        grouped(clipping._group_tensors_by_device_and_dtype),
+    )
     if importlib.util.find_spec("accelerate"):
         from accelerate.state import PartialState
 
@@ -197,7 +253,8 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def rules(strategy: str | None = None) -> Iterator[None]:
-    """Compute under CUDA's rules. ``strategy``: of the rank that is on the made-up GPU; None: no rank is."""
+    """Compute under CUDA's rules. ``strategy``: of the rank that is on the made-up GPU; None: no
+    rank is."""
     torch.utils._device._device_constructors()  # it looks them up once
     before: list[tuple[Any, str, Any]] = []
     try:
@@ -212,7 +269,8 @@ def rules(strategy: str | None = None) -> Iterator[None]:
 
 
 def plant(mixture: str) -> None:
-    """Plant a mixture of devices in the kit, for the rest of this process; of another name: none."""
+    """Plant a mixture of devices in the kit, for the rest of this process; of another name:
+    none."""
     from repro_kit import reference_checks, strategies
 
     loss = strategies.Wrapped.loss
@@ -221,8 +279,12 @@ def plant(mixture: str) -> None:
     elif mixture == "factory":  # a tensor without a device
         strategies.Wrapped.loss = lambda self, batch: (loss(self, batch) * torch.ones(1)).sum()  # type: ignore[method-assign]
     elif mixture == "reference":  # it is moved to the wrong device
-        reference_checks.norm = lambda one, *others: sum(float((one - other.to(ON_GPU)).norm()) for other in others)
+        reference_checks.norm = lambda one, *others: sum(
+            float((one - other.to(ON_GPU)).norm()) for other in others
+        )
     elif mixture == "collective":
-        reference_checks.gather = lambda run, values: torch.distributed.all_reduce(torch.tensor(values))
+        reference_checks.gather = lambda run, values: torch.distributed.all_reduce(
+            torch.tensor(values)
+        )
     elif mixture == "numpy":
         strategies.full = lambda parameter: torch.from_numpy(parameter.detach().numpy())

@@ -1,7 +1,9 @@
-"""The memory of the made-up GPU, as ``torch.cuda`` reports it: CUDA's caching allocator gives blocks of 512 bytes.
+"""The memory of the made-up GPU, as ``torch.cuda`` reports it: CUDA's caching allocator gives
+blocks of 512 bytes.
 
-What the tensors of a rank's thread take on the CPU counts as theirs on the GPU. The context of the rank, some 500 MiB,
-is no part of it; NVML shows that (tests/fake_nvml.py), for as long as the process lives.
+What the tensors of a rank's thread take on the CPU counts as theirs on the GPU. The context of the
+rank, some 500 MiB, is no part of it; NVML shows that (tests/fake_nvml.py), for as long as the
+process lives.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ BLOCK, CONTEXT, TOTAL = 512, 500 << 20, 80 << 30
 
 
 class Gpu:
-    """The part of ``torch.cuda`` that the kit asks. The machine's GPUs: UUIDs in FAKE_CUDA_GPUS, in PCI order."""
+    """The part of ``torch.cuda`` that the kit asks. The machine's GPUs: UUIDs in FAKE_CUDA_GPUS, in
+    PCI order."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[Any, int]] = {}
@@ -31,10 +34,15 @@ class Gpu:
         gpu = self
 
         class Blocks(TorchDispatchMode):
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 result = function(*args, **(kwargs or {}))
                 for each in tree_leaves(result):
-                    if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
+                    if (
+                        type(each) in (torch.Tensor, torch.nn.Parameter)
+                        and each.device.type == "cpu"
+                    ):
                         storage = each.untyped_storage()
                         gpu.allocate(StorageWeakRef(storage), storage.nbytes())
                 return result

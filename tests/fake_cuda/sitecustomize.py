@@ -1,8 +1,10 @@
-"""A dress rehearsal of ranks on GPUs: they are planned, leased and judged for GPUs, and compute on the CPU with gloo.
+"""A dress rehearsal of ranks on GPUs: they are planned, leased and judged for GPUs, and compute on
+the CPU with gloo.
 
-First on PYTHONPATH of an interpreter whose device probe is made up (tests/fake_stack.py). Everything but the ranks' own
-device is what it would be on a GPU machine: profiles, planted cells, leases, settings, documents, exit code.
-What is measured so is never published: it says so itself by the stack's name, ``python:...``.
+First on PYTHONPATH of an interpreter whose device probe is made up (tests/fake_stack.py).
+Everything but the ranks' own device is what it would be on a GPU machine: profiles, planted cells,
+leases, settings, documents, exit code. What is measured so is never published: it says so itself by
+the stack's name, ``python:...``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
     """Gives ``repro_kit.run`` an ``execute`` that takes a GPU for the CPU, and NCCL for gloo."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "repro_kit.run" else None
+        spec = (
+            importlib.machinery.PathFinder.find_spec(name, path)
+            if name == "repro_kit.run"
+            else None
+        )
         if spec is None or spec.loader is None:
             return None
         own = spec.loader.exec_module
@@ -28,7 +34,9 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
         def exec_module(module: Any) -> None:
             own(module)
             execute = module.execute
-            module.execute = lambda body, settings: execute(body_of(body, settings), on_the_cpu(settings, module))
+            module.execute = lambda body, settings: execute(
+                body_of(body, settings), on_the_cpu(settings, module)
+            )
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -54,7 +62,9 @@ def body_of(body: Any, settings: dict[str, Any]) -> Any:
             import torch
 
             run.phase(f"{settings['variant']} on a GPU")
-            torch.nn.functional.embedding(torch.zeros(1).long() + 9, torch.zeros(2, 2))  # another error than the case's
+            torch.nn.functional.embedding(
+                torch.zeros(1).long() + 9, torch.zeros(2, 2)
+            )  # another error than the case's
 
         return refused
     return body
@@ -115,14 +125,17 @@ def fail_to_connect(text: str) -> None:
 
     def init_process_group(self: Any) -> None:
         begin(self)
-        raise dist.DistBackendError(f"NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error\n{text}")
+        raise dist.DistBackendError(
+            f"NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error\n{text}"
+        )
 
     Run.init_process_group = init_process_group  # type: ignore[method-assign]
 
 
 def fail_in_a_kernel(noticed_by: str) -> None:
-    """Let an embedding's kernel fail. As on a GPU, the next ``item`` of the script notices it, or NCCL's ``watchdog``
-    aborts the process; where the host waits for each kernel, the embedding itself raises it."""
+    """Let an embedding's kernel fail. As on a GPU, the next ``item`` of the script notices it, or
+    NCCL's ``watchdog`` aborts the process; where the host waits for each kernel, the embedding
+    itself raises it."""
     import torch
 
     text = "CUDA error: device-side assert triggered"
@@ -130,7 +143,9 @@ def fail_in_a_kernel(noticed_by: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         if noticed_by == "watchdog":
             line = f"Process group watchdog thread terminated with exception: {text}\n"
-            os.write(2, f"[rank0]:[E1124 ProcessGroupNCCL.cpp:2068] [PG ID 0 Rank 0] {line}".encode())
+            os.write(
+                2, f"[rank0]:[E1124 ProcessGroupNCCL.cpp:2068] [PG ID 0 Rank 0] {line}".encode()
+            )
             os.abort()
         error = torch.AcceleratorError(text)
         error.error_code = 710

@@ -1,4 +1,5 @@
-"""As much of vLLM as `repro_kit.serving` calls: it generates greedily, with transformers, from a folder of weights."""
+"""As much of vLLM as `repro_kit.serving` calls: it generates greedily, with transformers, from a
+folder of weights."""
 
 from __future__ import annotations
 
@@ -10,17 +11,27 @@ import transformers
 
 
 class SamplingParams:
-    def __init__(self, *, temperature: float, max_tokens: int, detokenize: bool, ignore_eos: bool) -> None:
+    def __init__(
+        self, *, temperature: float, max_tokens: int, detokenize: bool, ignore_eos: bool
+    ) -> None:
         assert temperature == 0.0 and not detokenize
         self.count = max_tokens
 
 
 class LLM:
     def __init__(
-        self, model: str, *, skip_tokenizer_init: bool, dtype: str, enforce_eager: bool, seed: int | None
+        self,
+        model: str,
+        *,
+        skip_tokenizer_init: bool,
+        dtype: str,
+        enforce_eager: bool,
+        seed: int | None,
     ) -> None:
         assert skip_tokenizer_init
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, torch_dtype=getattr(torch, dtype)).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            model, torch_dtype=getattr(torch, dtype)
+        ).eval()
 
     def generate(
         self, prompts: list[dict[str, list[int]]], params: SamplingParams, *, use_tqdm: bool
@@ -29,7 +40,9 @@ class LLM:
         for prompt in prompts:
             ids = torch.tensor([prompt["prompt_token_ids"]])
             with torch.no_grad():
-                whole = self.model.generate(ids, max_new_tokens=params.count, do_sample=False, pad_token_id=0)
+                whole = self.model.generate(
+                    ids, max_new_tokens=params.count, do_sample=False, pad_token_id=0
+                )
             new = SimpleNamespace(token_ids=whole[0, ids.shape[1] :].tolist())
             found.append(SimpleNamespace(outputs=[new]))
         return found

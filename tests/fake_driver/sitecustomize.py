@@ -1,4 +1,5 @@
-"""Give torch the made-up driver of cuda.c: first on PYTHONPATH, with the library's folder in LD_LIBRARY_PATH.
+"""Give torch the made-up driver of cuda.c: first on PYTHONPATH, with the library's folder in
+LD_LIBRARY_PATH.
 
 As in a CUDA build, torch's questions about GPUs call cuInit, and every process has its own driver.
 """
@@ -16,7 +17,9 @@ from typing import Any
 
 class _Cuda(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "torch.cuda" else None
+        spec = (
+            importlib.machinery.PathFinder.find_spec(name, path) if name == "torch.cuda" else None
+        )
         if spec is None or spec.loader is None:
             return None
         own = spec.loader.exec_module

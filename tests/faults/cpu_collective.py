@@ -1,4 +1,5 @@
-"""What fsdp2_mixed_dtensor.py did: a check between ranks of a tensor that is on the CPU, whatever the ranks' device."""
+"""What fsdp2_mixed_dtensor.py did: a check between ranks of a tensor that is on the CPU, whatever
+the ranks' device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rank that misbehaves as its flags say, without torch: ``--settings`` with flags {fault, rank, ...}."""
+"""A rank that misbehaves as its flags say, without torch: ``--settings`` with flags {fault, rank,
+...}."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def ignores_term(run: Run) -> None:
 def grandchildren(run: Run) -> None:
     """Leave a process in a session of its own without the attempt's environment, and a daemon."""
     code = "import time; time.sleep(600)"
-    child = subprocess.Popen([sys.executable, "-c", code], env={"PATH": "/usr/bin"}, start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], env={"PATH": "/usr/bin"}, start_new_session=True
+    )
     receive, send = os.pipe()
     if os.fork() == 0:
         os.setsid()

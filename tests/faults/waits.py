@@ -1,4 +1,5 @@
-"""Ranks that wait for each other: for ever, or only for long. What a hang is, and what it is not."""
+"""Ranks that wait for each other: for ever, or only for long. What a hang is, and what it is
+not."""
 
 from __future__ import annotations
 
@@ -42,12 +43,15 @@ def other_collective(run: Run) -> None:
 
 
 def holds_the_gil(run: Run) -> None:
-    """The first rank holds the GIL and spins, as torch.save of a CUDA tensor does while it waits for the GPU."""
+    """The first rank holds the GIL and spins, as torch.save of a CUDA tensor does while it waits
+    for the GPU."""
     assert run.witness
     if run.flags["server"]:
         run.witness.start_server()
     if run.rank == 0:
-        work = dist.all_gather([torch.empty(4) for _ in range(run.world_size)], VALUE, async_op=True)
+        work = dist.all_gather(
+            [torch.empty(4) for _ in range(run.world_size)], VALUE, async_op=True
+        )
         deque(itertools.repeat(work), maxlen=0)
     dist.barrier()
 
@@ -73,7 +77,8 @@ def sleeps(run: Run) -> None:
 
 
 def computes(run: Run) -> None:
-    """The first rank works for long, a fifth of the time: a machine that others use gives a rank no more either."""
+    """The first rank works for long, a fifth of the time: a machine that others use gives a rank no
+    more either."""
     limit = time.monotonic() + float(run.flags["seconds"])
     big = torch.ones(256, 256)
     while run.rank == 0 and time.monotonic() < limit:

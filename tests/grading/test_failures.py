@@ -1,7 +1,8 @@
 """Where code lies, which rank failed first and why, and the failure's id.
 
-Code that only pretends to be an installed package's does not count as that package's. A small installed package has
-upstream's role (``packaging`` raises by itself); the kit records, the grader matches.
+Code that only pretends to be an installed package's does not count as that package's. A small
+installed package has upstream's role (``packaging`` raises by itself); the kit records, the grader
+matches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from observations import (
     ok,
     peer_failed,
     record,
-)  # fmt: skip
+)
 from packaging import version
 from repro_matrix.config.schema import Signature
 from repro_matrix.grading import root_cause
@@ -57,19 +58,32 @@ from repro_kit.record import Capture, describe_exception
 @pytest.mark.parametrize(
     ("kind", "message", "lost"),
     [
-        *((kind, "anything", True) for kind in ("DistStoreError", "DistNetworkError", "EOFError", "BrokenPipeError")),
-        ("RuntimeError", PEER, True), ("OSError", "Broken pipe", True), ("ConnectionError", "Connection refused", True),
-        ("DistBackendError", "NCCL error: remote process exited or there was a network error, NCCL 2.21.5", True),
+        *(
+            (kind, "anything", True)
+            for kind in ("DistStoreError", "DistNetworkError", "EOFError", "BrokenPipeError")
+        ),
+        ("RuntimeError", PEER, True),
+        ("OSError", "Broken pipe", True),
+        ("ConnectionError", "Connection refused", True),
+        (
+            "DistBackendError",
+            "NCCL error: remote process exited or there was a network error, NCCL 2.21.5",
+            True,
+        ),
         ("DistBackendError", "[3] is setting up NCCL communicator: Socket Timeout", True),
         ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", True),
         ("TimeoutError", "wait timeout after 10 ms", True),
-        ("ValueError", PEER, False), ("RuntimeError", "size mismatch", False), ("DistBackendError", "invalid", False),
+        ("ValueError", PEER, False),
+        ("RuntimeError", "size mismatch", False),
+        ("DistBackendError", "invalid", False),
     ],
-)  # fmt: skip
+)
 def test_peer_error_by_type_and_message(kind: str, message: str, lost: bool) -> None:
     assert root_cause.is_peer_error(RaisedException(kind, frozenset({kind}), message, ())) is lost
     there = Attempt(observation(failed(0, exception(kind, message), at=101.0), failed(1, at=102.0)))
-    assert find_failures(there).ranks == ({1} if lost else {0, 1}), "it came first, and still is not the failure"
+    assert find_failures(there).ranks == ({1} if lost else {0, 1}), (
+        "it came first, and still is not the failure"
+    )
 
 
 def test_first_failure_is_the_earliest_primary_one() -> None:
@@ -78,7 +92,9 @@ def test_first_failure_is_the_earliest_primary_one() -> None:
     assert [failure.rank for failure in found.primary] == [2, 1] and found.first is found.primary[0]
     assert found.ranks == {1, 2} and found.excused == {0, 3}
     alone = find_failures(Attempt(observation(peer_failed(0), ok(1))))
-    assert alone.ranks == {0} and not alone.excused, "a lost peer is the failure where it is the only one"
+    assert alone.ranks == {0} and not alone.excused, (
+        "a lost peer is the failure where it is the only one"
+    )
 
 
 # -- how one rank failed
@@ -91,19 +107,60 @@ EXIT_15 = record(0, done=False, exception=exception("SystemExit", "15"))
 @pytest.mark.parametrize(
     ("changes", "kind", "type_", "where", "secondary"),
     [
-        ({}, None, "", "", False), ({"record": UNDONE}, "left", "exit code 0", "", False),
-        ({"exit_code": -11, "record": UNDONE, "stack": "    f (/x/y.py:1)"}, "signal", "SIGSEGV", "x.y.f", False),
+        ({}, None, "", "", False),
+        ({"record": UNDONE}, "left", "exit code 0", "", False),
+        (
+            {"exit_code": -11, "record": UNDONE, "stack": "    f (/x/y.py:1)"},
+            "signal",
+            "SIGSEGV",
+            "x.y.f",
+            False,
+        ),
         ({"exit_code": -6}, "signal", "SIGABRT", "teardown, after its done marker", False),
-        ({"exit_code": -6, "record": UNDONE, "log_tail": f"{PEER}\nAborted\n"}, "signal", "SIGABRT", "", True),
+        (
+            {"exit_code": -6, "record": UNDONE, "log_tail": f"{PEER}\nAborted\n"},
+            "signal",
+            "SIGABRT",
+            "",
+            True,
+        ),
         ({"exit_code": -11, "record": UNDONE, "log_tail": PEER}, "signal", "SIGSEGV", "", False),
-        ({"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\n\n"}, "exit", "exit code 3", "", True),
-        ({"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\nbad"}, "exit", "exit code 3", "", False),
-        ({"terminated_by": "launcher", "exit_code": None, "signal": "SIGTERM", "record": UNDONE}, None, "", "", False),
-        *(({"terminated_by": by, "exit_code": 1, "record": EXIT_15}, "exception", "SystemExit", IN_NORM, other)
-          for by, other in (("launcher", True), ("self", False))),
+        (
+            {"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\n\n"},
+            "exit",
+            "exit code 3",
+            "",
+            True,
+        ),
+        (
+            {"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\nbad"},
+            "exit",
+            "exit code 3",
+            "",
+            False,
+        ),
+        (
+            {"terminated_by": "launcher", "exit_code": None, "signal": "SIGTERM", "record": UNDONE},
+            None,
+            "",
+            "",
+            False,
+        ),
+        *(
+            (
+                {"terminated_by": by, "exit_code": 1, "record": EXIT_15},
+                "exception",
+                "SystemExit",
+                IN_NORM,
+                other,
+            )
+            for by, other in (("launcher", True), ("self", False))
+        ),
     ],
-)  # fmt: skip
-def test_how_a_rank_failed(changes: Any, kind: str | None, type_: str, where: str, secondary: bool) -> None:
+)
+def test_how_a_rank_failed(
+    changes: Any, kind: str | None, type_: str, where: str, secondary: bool
+) -> None:
     failure = root_cause.failure_of(Attempt(observation(ok(0, **changes))).ranks[0])
     found = failure and (failure.kind, failure.type, failure.location, failure.secondary)
     assert found == (None if kind is None else (kind, type_, where, secondary))
@@ -113,7 +170,11 @@ def test_how_a_rank_failed(changes: Any, kind: str | None, type_: str, where: st
 
 
 def test_cause_counts_where_the_wrapper_repeats_its_message() -> None:
-    for wrapper, cause, length in (("it is the size", "the size", 2), ("so", "the size", 1), ("so sad!", "sad", 1)):
+    for wrapper, cause, length in (
+        ("it is the size", "the size", 2),
+        ("so", "the size", 1),
+        ("so sad!", "sad", 1),
+    ):
         error = exception("RuntimeError", wrapper, cause=exception("ValueError", cause))
         assert len(Attempt(observation(failed(0, error))).ranks[0].chain) == length
 
@@ -136,36 +197,61 @@ IMITATED = placed("", "/venv/lib/python3.11/site-packages/transformers/models/x.
 @pytest.mark.parametrize(
     ("frames", "where"),
     [
-        ([OWN], "repros/some_case.py:31"), ([OWN, NORM, OWN], "repros/some_case.py:31"),  # a hook of the script's
-        ([OWN, KIT], "repros/repro_kit/models.py:7"), ([OWN, STANDARD], "repros/some_case.py:31"),
-        ([OWN, GENERATED, STANDARD], "repros/some_case.py:31"), ([OWN, CHECK, CHECK], "repros/some_case.py:31"),
+        ([OWN], "repros/some_case.py:31"),
+        ([OWN, NORM, OWN], "repros/some_case.py:31"),  # a hook of the script's
+        ([OWN, KIT], "repros/repro_kit/models.py:7"),
+        ([OWN, STANDARD], "repros/some_case.py:31"),
+        ([OWN, GENERATED, STANDARD], "repros/some_case.py:31"),
+        ([OWN, CHECK, CHECK], "repros/some_case.py:31"),
         ([OWN, TORCH, IMITATED], "transformers/models/x.py:12"),
-        *(([OWN, *frames], None) for frames in ([NORM], [NORM, GENERATED], [TORCH, STANDARD], [KIT, TORCH],
-                                                [TORCH, CHECK])),
+        *(
+            ([OWN, *frames], None)
+            for frames in (
+                [NORM],
+                [NORM, GENERATED],
+                [TORCH, STANDARD],
+                [KIT, TORCH],
+                [TORCH, CHECK],
+            )
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["NameError", "ImportError"])
-def test_script_error_by_its_innermost_frame(frames: list[dict[str, Any]], where: str | None, kind: str) -> None:
+def test_script_error_by_its_innermost_frame(
+    frames: list[dict[str, Any]], where: str | None, kind: str
+) -> None:
     error = exception(kind, "name 'x' is not defined", frames)
     for known in (case(), control()):
-        outcome = grade(known, next(iter(known.variants)), observation(failed(0, error), failed(1, error)), [known])
+        outcome = grade(
+            known,
+            next(iter(known.variants)),
+            observation(failed(0, error), failed(1, error)),
+            [known],
+        )
         assert outcome.infra_error == ("script_error" if where else None)
         assert where is None or where in outcome.reason
 
 
 def test_script_error_counts_only_where_it_came_first() -> None:
-    late, early = exception("TimeoutError", "rank 0 did not write", [OWN]), exception(frames=[OWN, NORM])
+    late, early = (
+        exception("TimeoutError", "rank 0 did not write", [OWN]),
+        exception(frames=[OWN, NORM]),
+    )
     for at, infra_error in ((1.0, None), (9.0, "script_error")):
         seen = observation(failed(0, early, at), failed(1, late, 5.0))
         assert grade(case(), "unfixed", seen, []).infra_error == infra_error
     lost = Attempt(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
-    assert root_cause.script_error(find_failures(lost)) is None, "a lost peer is no mistake of the script"
+    assert root_cause.script_error(find_failures(lost)) is None, (
+        "a lost peer is no mistake of the script"
+    )
 
 
 # -- failure ids
 
 CASE = case()
-REFUSED = exception("ValueError", "Type fp16 is not supported", [frame("deepspeed.runtime.engine", "_check")])
+REFUSED = exception(
+    "ValueError", "Type fp16 is not supported", [frame("deepspeed.runtime.engine", "_check")]
+)
 REFUSED_ID = "ValueError in deepspeed.runtime.engine._check"
 
 
@@ -183,31 +269,57 @@ WRONG = [check("updates", False), check("losses", False)]
 @pytest.mark.parametrize(
     ("ranks", "ids"),
     [
-        ([ok(0), ok(1)], []), ([failed(0), failed(1)], ["some-case/norm"]), ([failed(0, REFUSED), ok(1)], [REFUSED_ID]),
-        ([ok(0, record=record(0, checks=WRONG)), ok(1)], ["check logits", "check updates", "check losses"]),
-        ([ok(0, exit_code=None, signal="SIGSEGV", stack="    f (/a/torch/x.py:1)"), ok(1)], ["SIGSEGV"]),
-        ([ok(0, exit_code=7), ok(1)], ["exit code 7"]), ([ok(0), ok(1, terminated_by="launcher")], ["unfinished"]),
+        ([ok(0), ok(1)], []),
+        ([failed(0), failed(1)], ["some-case/norm"]),
+        ([failed(0, REFUSED), ok(1)], [REFUSED_ID]),
+        (
+            [ok(0, record=record(0, checks=WRONG)), ok(1)],
+            ["check logits", "check updates", "check losses"],
+        ),
+        (
+            [ok(0, exit_code=None, signal="SIGSEGV", stack="    f (/a/torch/x.py:1)"), ok(1)],
+            ["SIGSEGV"],
+        ),
+        ([ok(0, exit_code=7), ok(1)], ["exit code 7"]),
+        ([ok(0), ok(1, terminated_by="launcher")], ["unfinished"]),
     ],
-)  # fmt: skip
+)
 def test_failure_ids_of_one_attempt(ranks: Any, ids: list[str]) -> None:
     assert ids_of(failure_ids(CASE.slug, graded(*ranks))) == ids
 
 
 def test_failure_of_another_case_is_identified_by_its_signature() -> None:
-    tied, warns = Recognized("tied", "lm-head", (0,), "exception", "x"), Recognized("old", "warns", (0,), "log", "y")
-    other = Outcome("other_failure", "x", (tied, warns), Primary(0, "RuntimeError", "m", "torch.nn.linear"))
+    tied, warns = (
+        Recognized("tied", "lm-head", (0,), "exception", "x"),
+        Recognized("old", "warns", (0,), "log", "y"),
+    )
+    other = Outcome(
+        "other_failure", "x", (tied, warns), Primary(0, "RuntimeError", "m", "torch.nn.linear")
+    )
     assert ids_of(failure_ids("some-case", other)) == ["tied/lm-head"]
-    assert ids_of(failure_ids("some-case", replace(other, recognized=(warns,)))) == ["RuntimeError in torch.nn.linear"]
+    assert ids_of(failure_ids("some-case", replace(other, recognized=(warns,)))) == [
+        "RuntimeError in torch.nn.linear"
+    ]
 
 
 def test_verdict_carries_the_ids_of_the_failing_variant() -> None:
     reproduced, refused = graded(failed(0), failed(1)), graded(failed(0, REFUSED), ok(1))
-    for unfixed, fix in ((reproduced, refused), (refused, reproduced)):  # of SIGNATURE_MISMATCH: the unfixed variant's
-        assert ids_of(judge(CASE, {"unfixed": [unfixed], "fix": [fix]})["fix"].failure_ids) == [REFUSED_ID]
+    for unfixed, fix in (
+        (reproduced, refused),
+        (refused, reproduced),
+    ):  # of SIGNATURE_MISMATCH: the unfixed variant's
+        assert ids_of(judge(CASE, {"unfixed": [unfixed], "fix": [fix]})["fix"].failure_ids) == [
+            REFUSED_ID
+        ]
 
 
-@given(st.lists(st.lists(st.sampled_from("abc"), max_size=3).map(tuple), max_size=4), st.randoms(use_true_random=False))
-def test_failure_ids_do_not_depend_on_the_order_of_attempts(attempts: list[Any], random: Any) -> None:
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), max_size=3).map(tuple), max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_failure_ids_do_not_depend_on_the_order_of_attempts(
+    attempts: list[Any], random: Any
+) -> None:
     outcomes = [Outcome("other_failure", "x", failed=names) for names in attempts if names]
     before = all_failure_ids("some-case", outcomes)
     random.shuffle(outcomes)
@@ -218,7 +330,10 @@ def test_failure_ids_do_not_depend_on_the_order_of_attempts(attempts: list[Any],
 def test_remote_code_has_the_same_location_in_every_process() -> None:
     """transformers names its module by the folder that it was read from."""
     portable = "transformers_modules.*.modeling_qwen.generate"
-    for location in (portable, *(portable.replace("*", folder) for folder in ("qwen_4711", "Qwen.7B.ef3"))):
+    for location in (
+        portable,
+        *(portable.replace("*", folder) for folder in ("qwen_4711", "Qwen.7B.ef3")),
+    ):
         assert FailureId(type="E", code_location=location).code_location == portable
 
 
@@ -227,8 +342,13 @@ def test_remote_code_has_the_same_location_in_every_process() -> None:
 FILE = str(version.__file__)
 LINE = version.Version.__init__.__code__.co_firstlineno
 TEXT = "Invalid version: 'no version'"
-RAISES = {"name": "known", "kind": "exception", "type": "ValueError", "message": "Invalid version",
-          "package": "packaging"}  # fmt: skip
+RAISES = {
+    "name": "known",
+    "kind": "exception",
+    "type": "ValueError",
+    "message": "Invalid version",
+    "package": "packaging",
+}
 FRAMED = {**RAISES, "frames": [{"module": r"packaging\.version", "function": "__init__"}]}
 BODY = f"def __init__(self, *rest):\n    raise ValueError({TEXT!r})\n"
 
@@ -240,7 +360,10 @@ def described(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def reproduced(error: dict[str, Any], wanted: dict[str, Any] = RAISES) -> bool:
-    return matches(Signature.model_validate(wanted), observation(failed(0, error), failed(1, error))) is not None
+    return (
+        matches(Signature.model_validate(wanted), observation(failed(0, error), failed(1, error)))
+        is not None
+    )
 
 
 def run_with(text: str, file: str, names: dict[str, Any]) -> Any:
@@ -258,14 +381,19 @@ def restored() -> Iterator[None]:
 
 
 def borrowed_place(folder: Path) -> Any:
-    """exec with the name of an installed module and file, at the very line of a function of that name."""
+    """exec with the name of an installed module and file, at the very line of a function of that
+    name."""
     return lambda: run_with("\n" * (LINE - 1) + BODY, FILE, {"__name__": "packaging.version"})(None)
 
 
 def replaced_code_object(folder: Path) -> Any:
     like = version.Version.__init__.__code__
     code = run_with(BODY, FILE, dict(vars(version))).__code__
-    names = {"co_name": like.co_name, "co_firstlineno": like.co_firstlineno, "co_filename": like.co_filename}
+    names = {
+        "co_name": like.co_name,
+        "co_firstlineno": like.co_firstlineno,
+        "co_filename": like.co_filename,
+    }
     version.Version.__init__.__code__ = code.replace(**names)
     return lambda: version.parse("1.0")
 
@@ -292,12 +420,18 @@ def test_imitated_package_does_not_match(imitate: Any, tmp_path: Path, restored:
 
 
 def test_overlay_and_remote_code_are_located(tmp_path: Path) -> None:
-    """As a stack lays a release over an environment; and a package imported late, and remote code."""
-    over, remote = tmp_path / "over" / "packaging", tmp_path / "modules" / "transformers_modules" / "qwen"
+    """As a stack lays a release over an environment; and a package imported late, and remote
+    code."""
+    over, remote = (
+        tmp_path / "over" / "packaging",
+        tmp_path / "modules" / "transformers_modules" / "qwen",
+    )
     for folder, name in ((over, "other.py"), (remote, "modeling_qwen.py")):
         folder.mkdir(parents=True)
         (folder / name).write_text("def fails():\n    raise ValueError('there')\n")
-    (over / "__init__.py").write_text("def late():\n    import packaging.other\n    packaging.other.fails()\n")
+    (over / "__init__.py").write_text(
+        "def late():\n    import packaging.other\n    packaging.other.fails()\n"
+    )
     code = """
 import json, runpy, sys
 sys.path.insert(0, sys.argv[1])
@@ -309,7 +443,11 @@ for call in (packaging.late, runpy.run_path(sys.argv[2])["fails"]):
     except ValueError as error:
         print(*(frame["code_location"] for frame in describe_exception(error)["frames"]))
 """
-    env = {**os.environ, "PYTHONPATH": str(over.parent), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(over.parent),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
     words = [sys.executable, "-c", code, str(REPROS), str(remote / "modeling_qwen.py")]
     overlaid, cached = subprocess.check_output(words, env=env, text=True, cwd=tmp_path).splitlines()
     assert overlaid.split()[-2:] == ["packaging", "packaging.other"]
@@ -332,22 +470,36 @@ def capture() -> Iterator[Capture]:
 def seen(capture: Capture, package: str = "packaging", message: str = "old format") -> bool:
     known = {"name": "said", "kind": "log", "message": message, "package": package}
     wrote = record(0, warnings=capture.warnings, logs=capture.logs)
-    return matches(Signature.model_validate(known), observation(ok(0, record=wrote), ok(1))) is not None
+    return (
+        matches(Signature.model_validate(known), observation(ok(0, record=wrote), ok(1)))
+        is not None
+    )
 
 
-@pytest.mark.parametrize("how", ["logging.getLogger('packaging').warning('old format')", "warnings.warn('old format')"])
+@pytest.mark.parametrize(
+    "how", ["logging.getLogger('packaging').warning('old format')", "warnings.warn('old format')"]
+)
 def test_log_in_the_name_of_the_package_does_not_match(capture: Capture, how: str) -> None:
-    run_with(f"import logging, warnings\ndef __init__(): {how}", FILE, {"__name__": "packaging.version"})()
-    exec(compile(how, "<string>", "exec"), {"logging": logging, "warnings": warnings, "__name__": "packaging"})
+    run_with(
+        f"import logging, warnings\ndef __init__(): {how}", FILE, {"__name__": "packaging.version"}
+    )()
+    exec(
+        compile(how, "<string>", "exec"),
+        {"logging": logging, "warnings": warnings, "__name__": "packaging"},
+    )
     logging.getLogger("packaging.version").handle(
-        logging.LogRecord("packaging.version", logging.WARNING, FILE, LINE, "old format", (), None, "__init__")
+        logging.LogRecord(
+            "packaging.version", logging.WARNING, FILE, LINE, "old format", (), None, "__init__"
+        )
     )
     assert len(capture.warnings) + len(capture.logs) == 3 and not seen(capture)
 
 
 def test_warning_of_the_package_matches(capture: Capture) -> None:
     assert jsonschema.__version__
-    assert capture.warnings[0]["code_location"] == "jsonschema" and seen(capture, "jsonschema", "is deprecated")
+    assert capture.warnings[0]["code_location"] == "jsonschema" and seen(
+        capture, "jsonschema", "is deprecated"
+    )
 
 
 # -- stacks, of which only the files are known
@@ -359,13 +511,18 @@ PACKAGES = {"torch": f"{VENV}/torch", "transformers": "/over/transformers"}
 @pytest.mark.parametrize(
     ("file", "where"),
     [
-        (f"{VENV}/torch/nn/functional.py", "torch.nn.functional"), (f"{VENV}/torch/__init__.py", "torch"),
-        ("/over/transformers/cache_utils.py", "transformers.cache_utils"), (f"{VENV}/vllm/engine.py", "vllm.engine"),
-        ("/usr/lib/python3.11/threading.py", "threading"), (f"{VENV}/transformers/cache_utils.py", ""),
-        ("/attempt/files/transformers/cache_utils.py", ""), ("/attempt/site-packages/torch/nn/functional.py", ""),
-        ("<string>", ""), ("/checkout/repros/x.py", None),
+        (f"{VENV}/torch/nn/functional.py", "torch.nn.functional"),
+        (f"{VENV}/torch/__init__.py", "torch"),
+        ("/over/transformers/cache_utils.py", "transformers.cache_utils"),
+        (f"{VENV}/vllm/engine.py", "vllm.engine"),
+        ("/usr/lib/python3.11/threading.py", "threading"),
+        (f"{VENV}/transformers/cache_utils.py", ""),
+        ("/attempt/files/transformers/cache_utils.py", ""),
+        ("/attempt/site-packages/torch/nn/functional.py", ""),
+        ("<string>", ""),
+        ("/checkout/repros/x.py", None),
     ],
-)  # fmt: skip
+)
 def test_origin_of_a_stacks_file(file: str, where: str | None) -> None:
     (thread,) = parse_threads(f'Thread 1 (idle): "MainThread"\n    wait ({file}:3)\n', PACKAGES)
     assert [frame.origin for frame in thread.frames] == [where]
@@ -380,18 +537,38 @@ def test_origin_of_a_stacks_file(file: str, where: str | None) -> None:
         (CodeLocation("a", "", "f", origin="torch.nn"), ("torch.nn",), False, True, "torch.nn.f"),
         (CodeLocation("torch.x", "", "f"), ("torch.x",), False, True, "torch.x.f"),
         (CodeLocation("builtins", "<string>", "f"), (), False, False, "builtins.f"),
-        *((CodeLocation("", file, "f"), None, project, True, None) for file, project in (
-            ("C:\\me\\repros\\repro_kit\\run.py", True), ("/x/repros.py", False), ("/x/repros/x.so", False),
-            ("/me/repros/.venv/lib/python3.11/site-packages/torch/x.py", False),
-            ("/me/repros/cache/transformers_modules/qwen/modeling_qwen.py", False))),
-        (CodeLocation("repro_kit.run", "/x.py", "f"), ("repro_kit.run",), True, True, "repro_kit.run.f"),
-        *((CodeLocation("", file, "f"), names, False, True, f"{names[0]}.f") for file, names in (
-            (f"{SITE}/torch/./x/../y.py", ("torch.x.y",)), (f"{SITE}/torch/nn/__init__.py", ("torch.nn",)),
-            ("C:\\env\\Lib\\site-packages\\torch\\nn.py", ("torch.nn",)), ("over/x.py", ("over.x", "x")))),
+        *(
+            (CodeLocation("", file, "f"), None, project, True, None)
+            for file, project in (
+                ("C:\\me\\repros\\repro_kit\\run.py", True),
+                ("/x/repros.py", False),
+                ("/x/repros/x.so", False),
+                ("/me/repros/.venv/lib/python3.11/site-packages/torch/x.py", False),
+                ("/me/repros/cache/transformers_modules/qwen/modeling_qwen.py", False),
+            )
+        ),
+        (
+            CodeLocation("repro_kit.run", "/x.py", "f"),
+            ("repro_kit.run",),
+            True,
+            True,
+            "repro_kit.run.f",
+        ),
+        *(
+            (CodeLocation("", file, "f"), names, False, True, f"{names[0]}.f")
+            for file, names in (
+                (f"{SITE}/torch/./x/../y.py", ("torch.x.y",)),
+                (f"{SITE}/torch/nn/__init__.py", ("torch.nn",)),
+                ("C:\\env\\Lib\\site-packages\\torch\\nn.py", ("torch.nn",)),
+                ("over/x.py", ("over.x", "x")),
+            )
+        ),
         (CodeLocation("reprosx", "/x.py", "f"), ("reprosx",), False, True, "reprosx.f"),
     ],
-)  # fmt: skip
-def test_code_location(location: CodeLocation, modules: Any, project: bool, known: bool, text: str | None) -> None:
+)
+def test_code_location(
+    location: CodeLocation, modules: Any, project: bool, known: bool, text: str | None
+) -> None:
     assert (location.is_project, location.is_known) == (project, known)
     assert text is None or (str(location), location.modules) == (text, modules)
 
@@ -414,6 +591,10 @@ Current thread 0x00007f9bfc5e4b80 (most recent call first):
 @pytest.mark.parametrize("dump", [PY_SPY, FAULTHANDLER])
 def test_parse_threads_puts_the_main_thread_first(dump: str) -> None:
     main, other = parse_threads(dump)
-    assert main.main and [frame.function for frame in main.frames] == ["barrier", "wrapper"] and len(main.lines) == 2
+    assert (
+        main.main
+        and [frame.function for frame in main.frames] == ["barrier", "wrapper"]
+        and len(main.lines) == 2
+    )
     assert not other.main and [frame.function for frame in other.frames] == ["wait"]
     assert parse_threads("") == []

@@ -1,4 +1,5 @@
-"""One attempt -> its outcome: the order of judgement, and that nothing else passes for the failure or for a pass."""
+"""One attempt -> its outcome: the order of judgement, and that nothing else passes for the failure
+or for a pass."""
 
 from __future__ import annotations
 
@@ -34,18 +35,29 @@ from repro_matrix.records.document import validate_cell
 from repro_matrix.records.outcome import Outcome
 
 CASE = case()
-OTHER = case("other-case", [{**EXCEPTION, "name": "lm-head", "message": "mismatch in lm_head", "package": "torch"}])
+OTHER = case(
+    "other-case",
+    [{**EXCEPTION, "name": "lm-head", "message": "mismatch in lm_head", "package": "torch"}],
+)
 OLD = {"name": "old", "kind": "log", "message": "is deprecated", "package": "transformers"}
 REMARK = case("remark", [OLD])
 CATALOGUE = {known.slug: known for known in (CASE, OTHER, REMARK)}
-LM_HEAD = exception(message="mismatch in lm_head", frames=[SCRIPT, frame("torch.nn.modules.linear", "forward")])
-DEPRECATED = {"logger": "transformers.x", "message": "it is deprecated", "file": "x.py",
-              "code_location": "transformers.x"}  # fmt: skip
+LM_HEAD = exception(
+    message="mismatch in lm_head", frames=[SCRIPT, frame("torch.nn.modules.linear", "forward")]
+)
+DEPRECATED = {
+    "logger": "transformers.x",
+    "message": "it is deprecated",
+    "file": "x.py",
+    "code_location": "transformers.x",
+}
 WRONG = exception("ValueError", "no such key")
 HANG = {"deadlock": "rank 1 ended", "limit_s": 9.0, "starting": False}
 
 
-def graded(*ranks: dict[str, Any], known: Case = CASE, variant: str = "unfixed", **attempt: Any) -> Outcome:
+def graded(
+    *ranks: dict[str, Any], known: Case = CASE, variant: str = "unfixed", **attempt: Any
+) -> Outcome:
     return grade(known, variant, observation(*ranks, **attempt), CATALOGUE)
 
 
@@ -61,39 +73,118 @@ DISK = {"kind": "disk", "message": "x"}
 TWO_KNOWN = [failed(0, LM_HEAD), failed(1)]
 HUNG = [ended(rank, by="timeout", signal="SIGKILL") for rank in (0, 1)]
 ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] = {
-    "infra before a known failure": ([failed(0), failed(1)], {"infra_error": DISK}, "infra_error", "disk"),
-    "interrupted before clean": ([ok(0), ok(1)], {"interrupted": True}, "infra_error", "interrupted"),
-    "interrupted before infra": ([ok(0)], {"interrupted": True, "infra_error": DISK}, "infra_error", "interrupted"),
+    "infra before a known failure": (
+        [failed(0), failed(1)],
+        {"infra_error": DISK},
+        "infra_error",
+        "disk",
+    ),
+    "interrupted before clean": (
+        [ok(0), ok(1)],
+        {"interrupted": True},
+        "infra_error",
+        "interrupted",
+    ),
+    "interrupted before infra": (
+        [ok(0)],
+        {"interrupted": True, "infra_error": DISK},
+        "infra_error",
+        "interrupted",
+    ),
     "no ranks": ([], {}, "infra_error", "launcher_died"),
-    "damaged record": ([ok(0), ok(1, record=None, validation_error="x")], {}, "infra_error", "missing_check"),
-    "script error": ([failed(0, exception(frames=[{**SCRIPT, "code_location": "repros.x"}]))], {}, "infra_error",
-     "script_error"),
+    "damaged record": (
+        [ok(0), ok(1, record=None, validation_error="x")],
+        {},
+        "infra_error",
+        "missing_check",
+    ),
+    "script error": (
+        [failed(0, exception(frames=[{**SCRIPT, "code_location": "repros.x"}]))],
+        {},
+        "infra_error",
+        "script_error",
+    ),
     "known failure before another case's": (TWO_KNOWN, {}, "reproduced", None),
-    "known failure at the deadline": ([failed(0), HUNG[1]], {"timed_out": True}, "reproduced", None),
-    "known failure before a bad check": ([failed(0), rank_with(1, checks=[BAD])], {}, "reproduced", None),
+    "known failure at the deadline": (
+        [failed(0), HUNG[1]],
+        {"timed_out": True},
+        "reproduced",
+        None,
+    ),
+    "known failure before a bad check": (
+        [failed(0), rank_with(1, checks=[BAD])],
+        {},
+        "reproduced",
+        None,
+    ),
     "another case's failure": ([failed(0, LM_HEAD), failed(1, LM_HEAD)], {}, "other_failure", None),
     "hang": (HUNG, {"timed_out": True}, "hang", None),
     "deadlock": (HUNG, {"timed_out": True, "hang": HANG}, "hang", None),
     "hang before a wrong error": ([failed(0, WRONG), HUNG[1]], {"timed_out": True}, "hang", None),
-    "start-up before hang": (HUNG, {"timed_out": True, "hang": {**HANG, "starting": True}}, "infra_error",
-     "startup_timeout"),
+    "start-up before hang": (
+        HUNG,
+        {"timed_out": True, "hang": {**HANG, "starting": True}},
+        "infra_error",
+        "startup_timeout",
+    ),
     "missing rank": ([ok(0)], {"world_size": 2}, "other_failure", None),
     "wrong error": ([failed(0, WRONG), ended(1)], {}, "other_failure", None),
-    "known failure in a thread": ([ok(0), rank_with(1, threads=[WRONG, exception()])], {}, "reproduced", None),
-    "known failure in a thread of a failed rank": ([failed(0, WRONG), rank_with(1, threads=[exception()])], {},
-     "reproduced", None),
-    "known failure in a destructor": ([ok(0), rank_with(1, unraisable=[exception()])], {}, "reproduced", None),
+    "known failure in a thread": (
+        [ok(0), rank_with(1, threads=[WRONG, exception()])],
+        {},
+        "reproduced",
+        None,
+    ),
+    "known failure in a thread of a failed rank": (
+        [failed(0, WRONG), rank_with(1, threads=[exception()])],
+        {},
+        "reproduced",
+        None,
+    ),
+    "known failure in a destructor": (
+        [ok(0), rank_with(1, unraisable=[exception()])],
+        {},
+        "reproduced",
+        None,
+    ),
     "wrong error in a destructor": ([rank_with(0, unraisable=[WRONG])], {}, "passed", None),
-    "wrong error in a thread": ([rank_with(0, threads=[WRONG], checks=[BAD])], {}, "other_failure", None),
-    "another case's failure in a thread": ([rank_with(0, threads=[LM_HEAD])], {}, "other_failure", None),
-    "script error in a thread": ([rank_with(0, threads=[exception(frames=[SCRIPT])])], {}, "infra_error",
-     "script_error"),
-    "deadlock with a wrong error in a thread": ([rank_with(0, threads=[WRONG]), HUNG[1]], {"timed_out": True}, "hang",
-     None),
-    "failed check before missing": ([rank_with(0, checks=[]), rank_with(1, checks=[BAD])], {}, "other_failure", None),
-    "void check beside the required one": ([rank_with(0, checks=[check(), check("x", actual=1.0)])], {},
-     "infra_error", "missing_check"),
-}  # fmt: skip
+    "wrong error in a thread": (
+        [rank_with(0, threads=[WRONG], checks=[BAD])],
+        {},
+        "other_failure",
+        None,
+    ),
+    "another case's failure in a thread": (
+        [rank_with(0, threads=[LM_HEAD])],
+        {},
+        "other_failure",
+        None,
+    ),
+    "script error in a thread": (
+        [rank_with(0, threads=[exception(frames=[SCRIPT])])],
+        {},
+        "infra_error",
+        "script_error",
+    ),
+    "deadlock with a wrong error in a thread": (
+        [rank_with(0, threads=[WRONG]), HUNG[1]],
+        {"timed_out": True},
+        "hang",
+        None,
+    ),
+    "failed check before missing": (
+        [rank_with(0, checks=[]), rank_with(1, checks=[BAD])],
+        {},
+        "other_failure",
+        None,
+    ),
+    "void check beside the required one": (
+        [rank_with(0, checks=[check(), check("x", actual=1.0)])],
+        {},
+        "infra_error",
+        "missing_check",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -107,13 +198,18 @@ def test_first_matching_rule_decides(name: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "text"),
     [
-        (ok(1, record=None), "exit 0 without its done"), (rank_with(1, done=False), "exit 0 without its done"),
-        (ok(1, exit_code=1), "exit code 1"), (ok(1, exit_code=1, record=None), "exit code 1"),
-        (ok(1, exit_code=None, signal="SIGSEGV"), "SIGSEGV"), (ok(1, exit_code=-11), "SIGSEGV"),
-        (ok(1, exit_code=None), "finished, but unknown end"), (ok(1, terminated_by="user"), "finished, but was ended"),
-        (ended(1), "did not finish, and was ended by the launcher (SIGTERM)"), (peer_failed(1), "Connection closed"),
+        (ok(1, record=None), "exit 0 without its done"),
+        (rank_with(1, done=False), "exit 0 without its done"),
+        (ok(1, exit_code=1), "exit code 1"),
+        (ok(1, exit_code=1, record=None), "exit code 1"),
+        (ok(1, exit_code=None, signal="SIGSEGV"), "SIGSEGV"),
+        (ok(1, exit_code=-11), "SIGSEGV"),
+        (ok(1, exit_code=None), "finished, but unknown end"),
+        (ok(1, terminated_by="user"), "finished, but was ended"),
+        (ended(1), "did not finish, and was ended by the launcher (SIGTERM)"),
+        (peer_failed(1), "Connection closed"),
     ],
-)  # fmt: skip
+)
 def test_passed_needs_every_rank_to_finish_by_itself(rank: dict[str, Any], text: str) -> None:
     outcome = graded(ok(0), rank)
     assert outcome.outcome == "other_failure" and text in outcome.reason
@@ -125,21 +221,34 @@ def test_passed_needs_every_rank_to_finish_by_itself(rank: dict[str, Any], text:
 
 
 def test_failed_checks_are_listed_worst_first() -> None:
-    small, large = (check(name, False, actual=actual) for name, actual in (("logits", 2e-4), ("loss", 0.9)))
+    small, large = (
+        check(name, False, actual=actual) for name, actual in (("logits", 2e-4), ("loss", 0.9))
+    )
     outcome = graded(rank_with(0, checks=[small]), rank_with(1, checks=[small, large]))
     assert (outcome.outcome, outcome.check, outcome.ranks) == ("other_failure", "loss", (1,))
     assert outcome.failed == ("logits", "loss") and outcome.primary is None
-    assert graded(rank_with(0, checks=[large]), ok(1)).failed == ("logits", "loss"), "one was not made"
-    assert graded(failed(0, WRONG), rank_with(1, checks=[BAD])).failed == (), "an exception came first"
+    assert graded(rank_with(0, checks=[large]), ok(1)).failed == (
+        "logits",
+        "loss",
+    ), "one was not made"
+    assert graded(failed(0, WRONG), rank_with(1, checks=[BAD])).failed == (), (
+        "an exception came first"
+    )
     missing = graded(rank_with(0, checks=[]), rank_with(1, checks=[]))
-    assert (missing.infra_error, missing.check, missing.ranks) == ("missing_check", "logits", (0, 1))
+    assert (missing.infra_error, missing.check, missing.ranks) == (
+        "missing_check",
+        "logits",
+        (0, 1),
+    )
 
 
 def test_pass_criteria_of_the_first_rank_need_no_other() -> None:
     first = case(pass_criteria={"kind": "inference", "checks": ["logits"], "ranks": "first"})
     assert graded(ok(0), rank_with(1, checks=[]), known=first).outcome == "passed"
     assert graded(rank_with(0, checks=[]), ok(1), known=first).infra_error == "missing_check"
-    assert graded(ok(0), rank_with(1, checks=[BAD]), known=first).outcome == "other_failure", "a failed check counts"
+    assert graded(ok(0), rank_with(1, checks=[BAD]), known=first).outcome == "other_failure", (
+        "a failed check counts"
+    )
 
 
 # -- recognised failures
@@ -162,16 +271,23 @@ def test_log_of_another_case_is_no_failure() -> None:
 
 def test_failure_of_the_case_comes_before_other_cases() -> None:
     outcome = graded(*TWO_KNOWN)
-    assert [(item.case, item.ranks) for item in outcome.recognized] == [("some-case", (1,)), ("other-case", (0,))]
+    assert [(item.case, item.ranks) for item in outcome.recognized] == [
+        ("some-case", (1,)),
+        ("other-case", (0,)),
+    ]
     assert outcome.ranks == (1,) and outcome.primary and outcome.primary.rank == 0
     outcome = graded(failed(0, LM_HEAD), failed(1, LM_HEAD))
-    assert outcome.ranks == (0, 1) and [item.case for item in outcome.others(CASE.slug)] == ["other-case"]
+    assert outcome.ranks == (0, 1) and [item.case for item in outcome.others(CASE.slug)] == [
+        "other-case"
+    ]
 
 
 def test_failure_of_another_case_needs_one_of_its_strategies() -> None:
     settings = {"strategy": {"slug": "ddp"}}
     assert graded(failed(0, LM_HEAD), failed(1, LM_HEAD), settings=settings).recognized == ()
-    assert graded(failed(0), failed(1), settings=settings).outcome == "reproduced", "the case's own, under any"
+    assert graded(failed(0), failed(1), settings=settings).outcome == "reproduced", (
+        "the case's own, under any"
+    )
 
 
 def test_check_or_signal_of_another_script_is_not_recognized() -> None:
@@ -182,20 +298,28 @@ def test_check_or_signal_of_another_script_is_not_recognized() -> None:
     ):
         other = case("other", [{"name": "s", **signature}], script="other.py")
         twin = case("twin", [{"name": "s", **signature}], script=CASE.script_name)
-        assert [item.case for item in grade(CASE, "unfixed", observation(rank), [other, twin]).recognized] == ["twin"]
+        assert [
+            item.case
+            for item in grade(CASE, "unfixed", observation(rank), [other, twin]).recognized
+        ] == ["twin"]
         assert grade(other, "unfixed", observation(rank), []).outcome == "reproduced"
 
 
 def test_failure_with_unread_change_is_no_evidence() -> None:
-    for read, expected in (({"flags": ["cache"]}, "infra_error"), ({"flags": ["call"]}, "reproduced"),
-                           (None, "reproduced")):  # a rank was stopped before it could record it  # fmt: skip
+    for read, expected in (
+        ({"flags": ["cache"]}, "infra_error"),
+        ({"flags": ["call"]}, "reproduced"),
+        (None, "reproduced"),
+    ):  # a rank was stopped before it could record it
         seen = observation(failed(0), failed(1), settings={"flags": {"call": "root"}})
         seen["ranks"][0]["record"]["read"] = {"flags": []}
         seen["ranks"][1]["record"]["read"] = read
         if read is None:
             del seen["ranks"][1]["record"]["read"]
         assert grade(CASE, "fix", seen, [CASE]).outcome == expected
-        seen["ranks"][0]["record"]["ended"] = None  # hung or killed: it may have read it after its last record
+        seen["ranks"][0]["record"]["ended"] = (
+            None  # hung or killed: it may have read it after its last record
+        )
         assert grade(CASE, "fix", seen, [CASE]).outcome == "reproduced"
 
 
@@ -223,16 +347,23 @@ def test_hang_names_the_innermost_upstream_frame(hang: Any) -> None:
 @pytest.mark.parametrize(
     ("planned", "ranks", "stored", "same"),
     [
-        ("2.2.0", ["2.2.0", "unknown"], None, True), ("2.2.0", ["2.2.0", "2.2.0"], "2.2.0+cpu", True),
+        ("2.2.0", ["2.2.0", "unknown"], None, True),
+        ("2.2.0", ["2.2.0", "2.2.0"], "2.2.0+cpu", True),
         ("2.2.0", ["2.2.0+cu121", "2.2.0"], None, False),  # two ranks on two builds
         ("2.2.0", ["2.2.0+cu121", "2.2.0+cu121"], None, True),  # a build that only the rank names
-        ("2.2.0+cpu", ["2.2.0+cu121", "2.2.0+cu121"], None, False), ("2.2.0", ["2.2.1", "2.2.1"], None, False),
-        (None, ["2.2.0", "2.2.1"], None, False), (None, ["2.2.0", "2.2.0"], "2.2.1", False),
+        ("2.2.0+cpu", ["2.2.0+cu121", "2.2.0+cu121"], None, False),
+        ("2.2.0", ["2.2.1", "2.2.1"], None, False),
+        (None, ["2.2.0", "2.2.1"], None, False),
+        (None, ["2.2.0", "2.2.0"], "2.2.1", False),
         ("2.2.0", ["unknown", "unknown"], "2.2.1", False),
     ],
-)  # fmt: skip
-def test_ranks_must_run_on_the_planned_releases(planned: Any, ranks: list[str], stored: Any, same: bool) -> None:
-    made = [rank_with(n, versions={"torch": version, "numpy": "1.0"}) for n, version in enumerate(ranks)]
+)
+def test_ranks_must_run_on_the_planned_releases(
+    planned: Any, ranks: list[str], stored: Any, same: bool
+) -> None:
+    made = [
+        rank_with(n, versions={"torch": version, "numpy": "1.0"}) for n, version in enumerate(ranks)
+    ]
     seen = observation(*made, **({"versions": {"torch": planned}} if planned else {}))
     outcome = grade(CASE, "fix", seen, [], {"torch": stored} if stored else None)
     assert outcome.infra_error == (None if same else "environment_changed")
@@ -242,16 +373,32 @@ def test_ranks_must_run_on_the_planned_releases(planned: Any, ranks: list[str], 
 
 
 RANKS = st.lists(
-    st.sampled_from([ok, failed, peer_failed, ended, lambda rank: failed(rank, WRONG),
-                     lambda rank: ok(rank, exit_code=3),
-                     lambda rank: ok(rank, record=None), lambda rank: rank_with(rank, checks=[BAD])]),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    st.sampled_from(
+        [
+            ok,
+            failed,
+            peer_failed,
+            ended,
+            lambda rank: failed(rank, WRONG),
+            lambda rank: ok(rank, exit_code=3),
+            lambda rank: ok(rank, record=None),
+            lambda rank: rank_with(rank, checks=[BAD]),
+        ]
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(RANKS, st.booleans(), st.booleans())
-def test_outcome_is_consistent_with_its_recognized_failures(makers: Any, timed_out: bool, interrupted: bool) -> None:
-    seen = observation(*(make(rank) for rank, make in enumerate(makers)), timed_out=timed_out, interrupted=interrupted)
+def test_outcome_is_consistent_with_its_recognized_failures(
+    makers: Any, timed_out: bool, interrupted: bool
+) -> None:
+    seen = observation(
+        *(make(rank) for rank, make in enumerate(makers)),
+        timed_out=timed_out,
+        interrupted=interrupted,
+    )
     outcome = grade(CASE, "fix", seen, CATALOGUE)
     matched = any(item.case == CASE.slug for item in outcome.recognized)
     assert (outcome.outcome == "reproduced") == (matched and not interrupted)
@@ -267,21 +414,33 @@ def test_order_of_ranks_does_not_matter(ranks: list[dict[str, Any]]) -> None:
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, each in inner for found in paths(each, (*path, key)))][bool(not path) :]
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [path, *(found for key, each in inner for found in paths(each, (*path, key)))][
+        bool(not path) :
+    ]
 
 
 WHOLE = observation(
-    failed(0, exception(cause=exception())), rank_with(1, logs=[DEPRECATED]),
+    failed(0, exception(cause=exception())),
+    rank_with(1, logs=[DEPRECATED]),
     ended(2, "timeout", stack="    f (x.py:1)"),
-    timed_out=True, versions={"torch": "2.2"},
-)  # fmt: skip
+    timed_out=True,
+    versions={"torch": "2.2"},
+)
 
 
 @given(st.data())

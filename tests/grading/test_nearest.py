@@ -1,4 +1,5 @@
-"""What is expected of releases that nobody measured: it comes from the nearest measured ones, and says so."""
+"""What is expected of releases that nobody measured: it comes from the nearest measured ones, and
+says so."""
 
 from __future__ import annotations
 
@@ -14,19 +15,34 @@ STACK = ("torch", "transformers", "peft")
 
 
 def entry(at: str, verdict: str = "FIXED", failure: str = "", **changes: Any) -> dict[str, Any]:
-    """An expectation measured with these releases of torch, transformers and peft; it holds for their minor ones."""
+    """An expectation measured with these releases of torch, transformers and peft; it holds for
+    their minor ones."""
     releases = dict(zip(STACK, at.split()))
     minor = {name: text.rpartition(".")[0] for name, text in releases.items()}
     ids = {"failure_ids": {"fix": failure}} if failure else {}
-    return {"verdicts": {"fix": verdict}, "measured_at": [releases], "reason": "measured", **ids,
-            "versions": {name: f">={text},<{text}.999" for name, text in minor.items()}, **changes}  # fmt: skip
+    return {
+        "verdicts": {"fix": verdict},
+        "measured_at": [releases],
+        "reason": "measured",
+        **ids,
+        "versions": {name: f">={text},<{text}.999" for name, text in minor.items()},
+        **changes,
+    }
 
 
-def found(entries: list[dict[str, Any]], at: str, verdict: Any = "FIXED", hardware: str = "cpu", of: Any = None) -> Any:
+def found(
+    entries: list[dict[str, Any]],
+    at: str,
+    verdict: Any = "FIXED",
+    hardware: str = "cpu",
+    of: Any = None,
+) -> Any:
     known = (of or case)(expect=entries)
     verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict, "x")
     versions = {name: text for name, text in zip(STACK, at.split()) if text != "-"}
-    return comparison(known, "m/fsdp", next(iter(entries[0]["verdicts"])), verdict, versions, hardware)
+    return comparison(
+        known, "m/fsdp", next(iter(entries[0]["verdicts"])), verdict, versions, hardware
+    )
 
 
 OLD, NEW = "2.6.0 4.51.3 0.15.2", "2.13.0+cpu 5.23.0 0.21.2"
@@ -39,40 +55,91 @@ CHANGED = [entry(OLD), entry(NEW, "NOT_FIXED", "check a")]
     [
         (AGREE, "2.11.0 5.17.0 0.21.0", "interpolated", "unexpected"),
         (AGREE, "2.11.0 5.17.0 0.20.0", "interpolated", "unexpected"),
-        (AGREE, "2.11.0 5.17.0 -", "interpolated", "unexpected"),  # what is not installed took no part
+        (
+            AGREE,
+            "2.11.0 5.17.0 -",
+            "interpolated",
+            "unexpected",
+        ),  # what is not installed took no part
         (AGREE, "2.13.0 5.23.0 -", "interpolated", "unexpected"),
         (AGREE, "2.13.1+cu130 5.23.0 0.21.0", "expected", "unexpected"),
-        (AGREE, "2.11.0a0+git5228986 4.57.0 0.17.0", "interpolated", "unexpected"),  # of a vendor's container
-        (AGREE, "2.13.0.dev20260101+cu130 5.17.0 0.17.0", "interpolated", "unexpected"),  # before 2.13.0
-        # beyond what was measured: a prediction, and only a fix that worked with an older release stopped working
+        (
+            AGREE,
+            "2.11.0a0+git5228986 4.57.0 0.17.0",
+            "interpolated",
+            "unexpected",
+        ),  # of a vendor's container
+        (
+            AGREE,
+            "2.13.0.dev20260101+cu130 5.17.0 0.17.0",
+            "interpolated",
+            "unexpected",
+        ),  # before 2.13.0
+        # beyond what was measured: a prediction, and only a fix that worked with an older release
+        # stopped working
         (AGREE, "2.14.0.dev20260701+cu130 5.23.0 0.21.2", "predicted", "unexpected"),
         (AGREE, "2.11.0 5.24.0 0.21.2", "predicted", "unexpected"),
         (AGREE, "2.11.0 5.17.0 0.22.0", "predicted", "unexpected"),  # one package is enough
         (AGREE, "2.4.1 4.45.0 0.13.0", "predicted", "differs_from_prediction"),  # older than all
         (AGREE, "2.4.1 5.17.0 0.15.2", "predicted", "differs_from_prediction"),
-        (AGREE[1:], "2.11.0 5.17.0 0.21.0", "predicted", "differs_from_prediction"),  # a lone measurement
+        (
+            AGREE[1:],
+            "2.11.0 5.17.0 0.21.0",
+            "predicted",
+            "differs_from_prediction",
+        ),  # a lone measurement
         (AGREE[1:], "2.15.0 5.30.0 0.21.0", "predicted", "unexpected"),
         (AGREE[:1], "2.6.0 4.51.0 0.16.0", "predicted", "unexpected"),
-        ([entry("2.6.0 5.17.0 0.21.0"), entry("2.11.0 4.51.3 0.21.0")], "2.11.0 5.17.0 0.21.0", "predicted",
-         "unexpected"),  # each release was measured, and not together
+        (
+            [entry("2.6.0 5.17.0 0.21.0"), entry("2.11.0 4.51.3 0.21.0")],
+            "2.11.0 5.17.0 0.21.0",
+            "predicted",
+            "unexpected",
+        ),  # each release was measured, and not together
         # a change lies between them: either is possible
         (CHANGED, "2.11.0 5.17.0 0.21.0", "possible", "possible"),
-        ([*AGREE, entry("2.6.0 5.23.0 0.15.2", "NOT_FIXED", "check a")], "2.11.0 5.17.0 0.21.0", "possible",
-         "possible"),
-        ([*AGREE, entry("2.5.0 4.51.3 0.15.2", "NOT_FIXED", "check a")], "2.11.0 5.17.0 0.21.0", "interpolated",
-         "unexpected"),  # the nearest count
-        ([*CHANGED, entry("2.10.0 5.0.0 0.18.0", "NOT_FIXED", "check a")], "2.11.0 5.17.0 0.21.0", "unexpected",
-         "interpolated"),
+        (
+            [*AGREE, entry("2.6.0 5.23.0 0.15.2", "NOT_FIXED", "check a")],
+            "2.11.0 5.17.0 0.21.0",
+            "possible",
+            "possible",
+        ),
+        (
+            [*AGREE, entry("2.5.0 4.51.3 0.15.2", "NOT_FIXED", "check a")],
+            "2.11.0 5.17.0 0.21.0",
+            "interpolated",
+            "unexpected",
+        ),  # the nearest count
+        (
+            [*CHANGED, entry("2.10.0 5.0.0 0.18.0", "NOT_FIXED", "check a")],
+            "2.11.0 5.17.0 0.21.0",
+            "unexpected",
+            "interpolated",
+        ),
         # nearer in one package, farther in another: both count
-        ([*AGREE, entry("2.10.0 4.40.0 0.15.2", "NOT_FIXED", "check a")], "2.11.0 5.17.0 0.21.0", "possible",
-         "possible"),
+        (
+            [*AGREE, entry("2.10.0 4.40.0 0.15.2", "NOT_FIXED", "check a")],
+            "2.11.0 5.17.0 0.21.0",
+            "possible",
+            "possible",
+        ),
         # nothing to compare with
         (AGREE, "- 5.17.0 0.21.0", "no_expectation", "differs_from_documentation"),
         (AGREE, "2.11.0 unknown 0.21.0", "no_expectation", "differs_from_documentation"),
-        ([entry(OLD, cells=["m/ddp"])], "2.11.0 5.17.0 0.21.0", "no_expectation", "differs_from_documentation"),
-        ([entry("2.6.0 5.23.0 0.15.2")], "2.11.0 4.51.3 0.15.2", "no_expectation", "differs_from_documentation"),
+        (
+            [entry(OLD, cells=["m/ddp"])],
+            "2.11.0 5.17.0 0.21.0",
+            "no_expectation",
+            "differs_from_documentation",
+        ),
+        (
+            [entry("2.6.0 5.23.0 0.15.2")],
+            "2.11.0 4.51.3 0.15.2",
+            "no_expectation",
+            "differs_from_documentation",
+        ),
     ],
-)  # fmt: skip
+)
 def test_release_that_nobody_measured_is_compared_with_the_nearest(
     entries: list[dict[str, Any]], at: str, state: str, fails: str
 ) -> None:
@@ -86,7 +153,10 @@ def test_release_that_nobody_measured_is_compared_with_the_nearest(
 
 def test_nearest_releases_are_named() -> None:
     middle = found(AGREE, "2.11.0 5.17.0 0.21.0")
-    assert middle["nearest"] == ("torch 2.6.0 + transformers 4.51.3", "torch 2.13.0 + transformers 5.23.0")
+    assert middle["nearest"] == (
+        "torch 2.6.0 + transformers 4.51.3",
+        "torch 2.13.0 + transformers 5.23.0",
+    )
     assert all(name in middle["failure_note"] for name in middle["nearest"])
     (other,) = found(AGREE, "2.13.0 5.23.0 0.22.0")["nearest"]
     assert other.endswith("peft 0.21.2"), "the package that differs"
@@ -95,12 +165,20 @@ def test_nearest_releases_are_named() -> None:
 def test_another_error_in_a_gap_is_news() -> None:
     entries = [entry(at, "NOT_FIXED", "check a") for at in (OLD, NEW)]
     states = [
-        found(entries, "2.11.0 5.17.0 0.21.0", Verdict("NOT_FIXED", "x", failure_ids=(FailureId(check=name),)))
+        found(
+            entries,
+            "2.11.0 5.17.0 0.21.0",
+            Verdict("NOT_FIXED", "x", failure_ids=(FailureId(check=name),)),
+        )
         for name in "ab"
     ]
     assert [each["expected"] for each in states] == ["interpolated", "unexpected"]
     assert "check a" in states[1]["failure_note"] and "check b" in states[1]["failure_note"]
-    wrong = found(CHANGED, "2.11.0 5.17.0 0.21.0", Verdict("NOT_FIXED", "x", failure_ids=(FailureId(check="b"),)))
+    wrong = found(
+        CHANGED,
+        "2.11.0 5.17.0 0.21.0",
+        Verdict("NOT_FIXED", "x", failure_ids=(FailureId(check="b"),)),
+    )
     assert wrong["expected"] == "unexpected", "like neither of two that disagree"
 
 
@@ -111,23 +189,37 @@ def test_another_error_in_a_gap_is_news() -> None:
 def test_what_shows_nothing_stable_is_not_compared(verdict: Verdict) -> None:
     nothing = found(AGREE, "2.11.0 5.17.0 0.21.0", verdict)
     assert nothing == {
-        "expected": "no_expectation", "expectation": None, "failure_note": "", "nearest": (), "beyond": False,
-    }  # fmt: skip
+        "expected": "no_expectation",
+        "expectation": None,
+        "failure_note": "",
+        "nearest": (),
+        "beyond": False,
+    }
 
 
 def test_documented_fix_that_is_flaky_is_not_compared_with_a_prediction() -> None:
     flaky = found(AGREE, "2.11.0 5.17.0 0.21.0", Verdict("FLAKY", "x", fix_k=2, fix_n=3))
-    assert (flaky["expected"], flaky["nearest"]) == ("differs_from_documentation", ()) and flaky["failure_note"]
+    assert (flaky["expected"], flaky["nearest"]) == ("differs_from_documentation", ()) and flaky[
+        "failure_note"
+    ]
 
 
 @pytest.mark.parametrize(
     ("entries", "verdict", "state"),
     [
-        (AGREE, "FIXED", "matches_cpu"), (AGREE, "NOT_FIXED", "differs_from_cpu"), (CHANGED, "FIXED", "possible"),
-        ([*AGREE, entry(OLD, "FIX_BREAKS", hardware="sm_90")], "FIX_BREAKS", "predicted"),  # its own hardware first
+        (AGREE, "FIXED", "matches_cpu"),
+        (AGREE, "NOT_FIXED", "differs_from_cpu"),
+        (CHANGED, "FIXED", "possible"),
+        (
+            [*AGREE, entry(OLD, "FIX_BREAKS", hardware="sm_90")],
+            "FIX_BREAKS",
+            "predicted",
+        ),  # its own hardware first
     ],
-)  # fmt: skip
-def test_other_hardware_is_compared_with_a_cpu(entries: list[dict[str, Any]], verdict: str, state: str) -> None:
+)
+def test_other_hardware_is_compared_with_a_cpu(
+    entries: list[dict[str, Any]], verdict: str, state: str
+) -> None:
     compared = found(entries, "2.11.0 5.17.0 0.21.0", verdict, hardware="sm_90")
     assert compared["expected"] == state and compared["nearest"]
     assert ("CPU" in compared["failure_note"]) == (state != "predicted")
@@ -135,7 +227,9 @@ def test_other_hardware_is_compared_with_a_cpu(entries: list[dict[str, Any]], ve
 
 def test_a_control_must_train_where_the_nearest_releases_disagree() -> None:
     def state(*verdicts: str) -> str:
-        entries = [{**entry(at), "verdicts": {"control": name}} for at, name in zip((OLD, NEW), verdicts)]
+        entries = [
+            {**entry(at), "verdicts": {"control": name}} for at, name in zip((OLD, NEW), verdicts)
+        ]
         return str(found(entries, "2.11.0 5.17.0 0.21.0", "FAILED", of=control)["expected"])
 
     assert state("FAILED", "PASSED") == state("PASSED", "PASSED") == "unexpected"
@@ -147,7 +241,10 @@ def test_variant_with_a_stack_of_its_own_has_no_nearest_releases() -> None:
     variant = own.variants["fix"].model_copy(update={"stack": "newer"})
     own = own.model_copy(update={"variants": {**own.variants, "fix": variant}})
     versions = {"torch": "2.11.0", "transformers": "5.17.0"}
-    assert comparison(own, "m/fsdp", "fix", Verdict("FIXED", "x"), versions, "cpu")["expected"] == "no_expectation"
+    assert (
+        comparison(own, "m/fsdp", "fix", Verdict("FIXED", "x"), versions, "cpu")["expected"]
+        == "no_expectation"
+    )
 
 
 def test_nothing_between_is_expected_as_if_it_was_measured() -> None:

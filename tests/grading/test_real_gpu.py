@@ -1,4 +1,5 @@
-"""Every record of the runs on a real GPU is graded as an engineer reads it (data/gpu/outcomes.txt)."""
+"""Every record of the runs on a real GPU is graded as an engineer reads it
+(data/gpu/outcomes.txt)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ PROBE = control().model_copy(update={"pass_criteria": NO_CHECKS})
 def tables() -> list[list[list[str]]]:
     """The rows of both tables: of the survey, and of the runs."""
     text = (Path(__file__).parents[1] / "data" / "gpu" / "outcomes.txt").read_text(encoding="utf-8")
-    parts = ([line for line in part.splitlines() if line and line[0] != "#"] for part in text.split("# ----"))
+    parts = (
+        [line for line in part.splitlines() if line and line[0] != "#"]
+        for part in text.split("# ----")
+    )
     return [[[cell.strip() for cell in line.split("|")] for line in part] for part in parts]
 
 
@@ -62,7 +66,9 @@ def as_attempt(name: str, probe: dict[str, Any], folder: Path) -> Any:
     late = {rank["rank"] for rank in ranks if rank["terminated_by"] == "timeout"}
     started = min(rank["record"]["started"] for rank in ranks)
     stacks = {rank["rank"]: rank["stack"] for rank in ranks if rank["stack"]}
-    watched = Watched(started, started + probe["seconds"], timed_out=bool(late), running=late, stacks=stacks)
+    watched = Watched(
+        started, started + probe["seconds"], timed_out=bool(late), running=late, stacks=stacks
+    )
     seen = observe.observation(attempt, "torchrun", ["python"], watched, worker_exit=0)
     if name.endswith(".blocking"):  # so it is repeated
         seen["attempt"]["retry_of"] = {"kind": "gpu_or_program", "message": ""}
@@ -112,7 +118,12 @@ def test_attempt_of_a_run_on_a_real_gpu_is_graded_as_a_person_would(run: str) ->
                 seen = attempt["observation"]
                 name = f"{variant}:repeated" if seen["attempt"].get("retry_of") else variant
                 outcome = grade(CASES[document["case"]], variant, seen, CASES)
-                given, attempts = [outcome.outcome, failure(outcome, document["case"])], attempts + 1
-                if sorted(" ".join(given).split()) != sorted(" ".join(expected_of(run, document, name)).split()):
+                given, attempts = (
+                    [outcome.outcome, failure(outcome, document["case"])],
+                    attempts + 1,
+                )
+                if sorted(" ".join(given).split()) != sorted(
+                    " ".join(expected_of(run, document, name)).split()
+                ):
                     wrong.append((document["cell_id"], name, given, outcome.reason))
     assert not wrong and attempts >= 29

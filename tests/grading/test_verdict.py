@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import case, control, document, failed, observation, ok, outcome, record, summary_rows
+from observations import (
+    case,
+    control,
+    document,
+    failed,
+    observation,
+    ok,
+    outcome,
+    record,
+    summary_rows,
+)
 from repro_matrix.grading.regrade import outcomes_of, regrade
 from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, wilson
 from repro_matrix.records.outcome import Outcome, Recognized, Verdict
@@ -21,25 +31,32 @@ PASSED = {"unfixed": [outcome("passed")], "fix": [outcome("passed")]}
 
 
 def judged(unfixed: list[str], fix: list[str], **more: Any) -> Verdict:
-    outcomes = {"unfixed": [outcome(name) for name in unfixed], "fix": [outcome(name) for name in fix]}
+    outcomes = {
+        "unfixed": [outcome(name) for name in unfixed],
+        "fix": [outcome(name) for name in fix],
+    }
     return judge(CASE, outcomes, **more)["fix"]
 
 
 @pytest.mark.parametrize(
     ("unfixed", "fix", "name"),
     [
-        ("reproduced", "passed", "FIXED"), ("reproduced", "reproduced", "NOT_FIXED"),
-        ("reproduced", "other_failure", "DIFFERENT_FAILURE"), ("passed", "passed", "NOT_REPRODUCED"),
+        ("reproduced", "passed", "FIXED"),
+        ("reproduced", "reproduced", "NOT_FIXED"),
+        ("reproduced", "other_failure", "DIFFERENT_FAILURE"),
+        ("passed", "passed", "NOT_REPRODUCED"),
         *(("passed", fix, "FIX_BREAKS") for fix in ("reproduced", "other_failure")),
         *(("other_failure", fix, "SIGNATURE_MISMATCH") for fix in ("passed", "reproduced", "hang")),
         *((name, "hang", "INCONCLUSIVE") for name in ("reproduced", "passed")),
         *(("hang", fix, "INCONCLUSIVE") for fix in ("passed", "reproduced")),
     ],
-)  # fmt: skip
+)
 def test_verdict_of_agreeing_attempts(unfixed: str, fix: str, name: str) -> None:
     found = judged([unfixed] * 2, [fix] * 3)
     assert (found.name, found.measured, found.infra_error) == (name, True, False)
-    assert (found.unfixed_n, found.fix_n) == (2, 3) and found.unfixed_interval == wilson(found.unfixed_k, 2)
+    assert (found.unfixed_n, found.fix_n) == (2, 3) and found.unfixed_interval == wilson(
+        found.unfixed_k, 2
+    )
     assert (found.unfixed_k, found.fix_k) == (2 * (unfixed == "reproduced"), 3 * (fix == "passed"))
     assert Verdict.from_json(found.to_json()) == found
 
@@ -47,43 +64,77 @@ def test_verdict_of_agreeing_attempts(unfixed: str, fix: str, name: str) -> None
 @pytest.mark.parametrize("lost", ["infra_error", "skipped", None])
 def test_attempt_that_did_not_run_is_no_evidence(lost: str | None) -> None:
     none = [lost] if lost else []
-    for unfixed, fix in ((["reproduced"], none), (none, ["passed"]), (["other_failure"], none), (none, none)):
+    for unfixed, fix in (
+        (["reproduced"], none),
+        (none, ["passed"]),
+        (["other_failure"], none),
+        (none, none),
+    ):
         found = judged(unfixed, fix)
-        assert (found.name, found.measured, found.infra_error) == ("INCONCLUSIVE", False, lost == "infra_error")
+        assert (found.name, found.measured, found.infra_error) == (
+            "INCONCLUSIVE",
+            False,
+            lost == "infra_error",
+        )
     some = judged(["reproduced", *none], ["passed", *none])
     assert (some.name, some.unfixed_n, some.fix_n) == ("FIXED", 1, 1)
     assert ("2 attempts not counted" in some.reason) is bool(lost)
 
 
 def test_attempts_that_disagree_are_flaky() -> None:
-    for unfixed, fix in ((["reproduced", "passed"], ["passed"]), (["reproduced"], ["passed", "hang"])):
+    for unfixed, fix in (
+        (["reproduced", "passed"], ["passed"]),
+        (["reproduced"], ["passed", "hang"]),
+    ):
         assert judged(unfixed, fix).name == "FLAKY"
 
 
 def other(*known: str, kind: Any = "exception") -> Outcome:
-    return Outcome("other_failure", "x", tuple(Recognized(name, "s", (0,), kind, "m") for name in known))
+    return Outcome(
+        "other_failure", "x", tuple(Recognized(name, "s", (0,), kind, "m") for name in known)
+    )
 
 
 @pytest.mark.parametrize(
     ("unfixed", "fix", "name"),
     [
-        (other("tied"), [outcome("passed")], "tied"),  # SIGNATURE_MISMATCH names the failure of the unfixed variant
-        (outcome("reproduced"), [other("else"), other("tied"), other("tied")], "tied"),  # the most frequent
-        (outcome("reproduced"), [other("tied"), other("else")], "else"),  # of equally many the first by name
+        (
+            other("tied"),
+            [outcome("passed")],
+            "tied",
+        ),  # SIGNATURE_MISMATCH names the failure of the unfixed variant
+        (
+            outcome("reproduced"),
+            [other("else"), other("tied"), other("tied")],
+            "tied",
+        ),  # the most frequent
+        (
+            outcome("reproduced"),
+            [other("tied"), other("else")],
+            "else",
+        ),  # of equally many the first by name
         (outcome("reproduced"), [other("tied", kind="log")], None),  # a warning is no failure
         (outcome("reproduced"), [outcome("reproduced", recognized=other("tied").recognized)], None),
     ],
-)  # fmt: skip
-def test_known_failure_that_occurs_instead_is_named(unfixed: Outcome, fix: Any, name: str | None) -> None:
+)
+def test_known_failure_that_occurs_instead_is_named(
+    unfixed: Outcome, fix: Any, name: str | None
+) -> None:
     assert judge(CASE, {"unfixed": [unfixed], "fix": fix})["fix"].named_case == name
 
 
 @pytest.mark.parametrize(
     ("names", "verdict"),
-    [(["passed", "infra_error"], "PASSED"), (["other_failure", "other_failure"], "FAILED"), (["reproduced"], "FAILED"),
-     (["passed", "other_failure"], "FLAKY"), (["hang"], "INCONCLUSIVE"), (["infra_error"], "INCONCLUSIVE"),
-     ([], "INCONCLUSIVE")],
-)  # fmt: skip
+    [
+        (["passed", "infra_error"], "PASSED"),
+        (["other_failure", "other_failure"], "FAILED"),
+        (["reproduced"], "FAILED"),
+        (["passed", "other_failure"], "FLAKY"),
+        (["hang"], "INCONCLUSIVE"),
+        (["infra_error"], "INCONCLUSIVE"),
+        ([], "INCONCLUSIVE"),
+    ],
+)
 def test_verdict_of_control(names: list[str], verdict: str) -> None:
     (found,) = judge(control(), {"control": [outcome(name) for name in names]}).values()
     assert (found.name, found.measured) == (verdict, bool({*names} - {"infra_error"}))
@@ -102,9 +153,15 @@ NOW = {"python": "3.10.1", "torch": "2.13.0+cpu", "transformers": "5.23.0", "num
 OLD = {"torch": "2.2.2", "transformers": "4.39.3", "numpy": "2.0"}
 
 
-def older(*names: str, versions: dict[str, str] | None = None, changed: Any = (), **settings: Any) -> Any:
+def older(
+    *names: str, versions: dict[str, str] | None = None, changed: Any = (), **settings: Any
+) -> Any:
     """A stored measurement of an older stack, with these outcomes of its unfixed variant."""
-    stack = {"name": "spring", "python": "3.11", "versions": {"python": "3.11.7", **(versions or OLD)}}
+    stack = {
+        "name": "spring",
+        "python": "3.11",
+        "versions": {"python": "3.11.7", **(versions or OLD)},
+    }
     attempts = [(name, observation()) for name in names or ("reproduced",)]
     made = document({"unfixed": attempts}, stack={**stack, "changed": list(changed)})
     made["variants"]["unfixed"]["settings"] = settings
@@ -114,19 +171,34 @@ def older(*names: str, versions: dict[str, str] | None = None, changed: Any = ()
 @pytest.mark.parametrize(
     ("history", "name"),
     [
-        ([older()], "FIXED_UPSTREAM"), ([older(steps=40), older(steps=3)], "FIXED_UPSTREAM"),
-        *((history, "NOT_REPRODUCED") for history in (
-            [], [older("passed")], [older("infra_error")], [older("reproduced", "passed")], [document({"fix": []})],
-            [older(versions={"torch": "2.14.0"})], [older(versions={"torch": "2.2.2", "transformers": "5.24.0"})],
-            [older(changed=["patch.pth runs in every process"])], [older(steps=40)])),
+        ([older()], "FIXED_UPSTREAM"),
+        ([older(steps=40), older(steps=3)], "FIXED_UPSTREAM"),
+        *(
+            (history, "NOT_REPRODUCED")
+            for history in (
+                [],
+                [older("passed")],
+                [older("infra_error")],
+                [older("reproduced", "passed")],
+                [document({"fix": []})],
+                [older(versions={"torch": "2.14.0"})],
+                [older(versions={"torch": "2.2.2", "transformers": "5.24.0"})],
+                [older(changed=["patch.pth runs in every process"])],
+                [older(steps=40)],
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_fixed_upstream_needs_a_comparable_older_reproduction(history: Any, name: str) -> None:
     found = judged(["passed"], ["passed"], history=history, versions=NOW, settings={"steps": 3})
     assert found.name == name
     assert judged(["reproduced"], ["passed"], history=history, versions=NOW).name == "FIXED"
-    patched = judged(["passed"], ["passed"], history=history, versions=NOW, changed=["torch/a.py differs"])
-    assert patched.name == "NOT_REPRODUCED" and ("torch/a.py differs" in patched.reason) >= (name == "FIXED_UPSTREAM")
+    patched = judged(
+        ["passed"], ["passed"], history=history, versions=NOW, changed=["torch/a.py differs"]
+    )
+    assert patched.name == "NOT_REPRODUCED" and ("torch/a.py differs" in patched.reason) >= (
+        name == "FIXED_UPSTREAM"
+    )
 
 
 def test_fixed_upstream_needs_the_same_capabilities() -> None:
@@ -135,20 +207,27 @@ def test_fixed_upstream_needs_the_same_capabilities() -> None:
         before["hardware"]["capabilities"] = there
         name = "FIXED_UPSTREAM" if here == there else "NOT_REPRODUCED"
         assert judge(known, PASSED, [before], NOW, {}, here)["fix"].name == name
-        assert judge(CASE, PASSED, [before], NOW, {}, here)["fix"].name == "FIXED_UPSTREAM", "it does not depend on it"
+        assert judge(CASE, PASSED, [before], NOW, {}, here)["fix"].name == "FIXED_UPSTREAM", (
+            "it does not depend on it"
+        )
 
 
 @pytest.mark.parametrize(
     ("versions", "than", "expected"),
     [
         ({"torch": "2.2.2"}, {"torch": "2.13.0+cpu", "peft": "0.1"}, True),
-        ({"torch": "2.2.2"}, {"transformers": "5"}, False), ({"torch": "2.2"}, {"torch": "2.2.0"}, False),
-        *(({"torch": "2.2", "peft": peft}, {"torch": "2.3", "peft": "0.1"}, old) for peft, old in (
-            ("0.2", False), ("unknown", True))),
+        ({"torch": "2.2.2"}, {"transformers": "5"}, False),
+        ({"torch": "2.2"}, {"torch": "2.2.0"}, False),
+        *(
+            ({"torch": "2.2", "peft": peft}, {"torch": "2.3", "peft": "0.1"}, old)
+            for peft, old in (("0.2", False), ("unknown", True))
+        ),
         ({"numpy": "1.0"}, {"numpy": "2.0"}, False),  # no failure depends on it
     ],
-)  # fmt: skip
-def test_is_older_compares_packages_that_both_have(versions: Any, than: Any, expected: bool) -> None:
+)
+def test_is_older_compares_packages_that_both_have(
+    versions: Any, than: Any, expected: bool
+) -> None:
     assert is_older(versions, than) is expected
 
 
@@ -160,18 +239,29 @@ def test_is_older_compares_packages_that_both_have(versions: Any, than: Any, exp
 def test_new_case_that_does_not_reproduce_is_inconclusive(unfixed: str, fix: str) -> None:
     outcomes = {"unfixed": [outcome(unfixed, "why")], "fix": [outcome(fix)]}
     found = judge(case(expect=[]), outcomes)["fix"]
-    assert found.name == "INCONCLUSIVE" and found.unseen and found.measured and not found.failure_ids
+    assert (
+        found.name == "INCONCLUSIVE" and found.unseen and found.measured and not found.failure_ids
+    )
     assert not judge(CASE, outcomes)["fix"].unseen
-    stored = document({"unfixed": [(unfixed, observation(ok(0)))], "fix": [(fix, observation(ok(0)))]})
+    stored = document(
+        {"unfixed": [(unfixed, observation(ok(0)))], "fix": [(fix, observation(ok(0)))]}
+    )
     assert exit_code(summary_rows({**stored, "verdicts": {"fix": found.to_json()}}), 1) == 3
 
 
 def test_new_case_that_reproduces_or_did_has_a_verdict() -> None:
     new = case(expect=[])
-    assert judge(new, {"unfixed": [outcome("reproduced")], "fix": [outcome("passed")]})["fix"].name == "FIXED"
+    assert (
+        judge(new, {"unfixed": [outcome("reproduced")], "fix": [outcome("passed")]})["fix"].name
+        == "FIXED"
+    )
     assert judge(new, PASSED, [older()])["fix"].name == "FIXED_UPSTREAM"
-    assert not judge(new, PASSED, [older(steps=40)], NOW, {"steps": 3})["fix"].unseen, "with other settings"
-    assert not any(judge(new, {**PASSED, name: [outcome("infra_error")]})["fix"].unseen for name in PASSED)
+    assert not judge(new, PASSED, [older(steps=40)], NOW, {"steps": 3})["fix"].unseen, (
+        "with other settings"
+    )
+    assert not any(
+        judge(new, {**PASSED, name: [outcome("infra_error")]})["fix"].unseen for name in PASSED
+    )
 
 
 # -- properties
@@ -193,11 +283,20 @@ def test_verdict_follows_from_the_evidence_in_any_order(
     assert (found.unfixed_k, found.fix_k) == (unfixed.count("reproduced"), fix.count("passed"))
     assert found.unfixed_n == len(evidence(outcome(name) for name in unfixed))
     assert found.fix_n == len(evidence(outcome(name) for name in fix)) and found.reason
-    counted, counted_fix = set(unfixed) - {"infra_error", "skipped"}, set(fix) - {"infra_error", "skipped"}
+    counted, counted_fix = (
+        set(unfixed) - {"infra_error", "skipped"},
+        set(fix) - {"infra_error", "skipped"},
+    )
     assert (found.name == "FIXED") == (counted == {"reproduced"} and counted_fix == {"passed"})
-    for more in ([*unfixed, lost], fix), (unfixed, [*fix, lost]), (random.sample(unfixed, len(unfixed)), fix[::-1]):
+    for more in (
+        ([*unfixed, lost], fix),
+        (unfixed, [*fix, lost]),
+        (random.sample(unfixed, len(unfixed)), fix[::-1]),
+    ):
         after = judged(*more)
-        assert after == replace(found, reason=after.reason, measured=after.measured, infra_error=after.infra_error)
+        assert after == replace(
+            found, reason=after.reason, measured=after.measured, infra_error=after.infra_error
+        )
 
 
 # -- stored documents graded anew: their own outcomes and verdicts are never taken over
@@ -207,10 +306,17 @@ STACK = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 FAILS, WORKS = observation(failed(0), failed(1)), observation(ok(0), ok(1))
 
 
-def cell(unfixed: Any = FAILS, fix: Any = WORKS, verdict: str = "FIXED", **changes: Any) -> dict[str, Any]:
+def cell(
+    unfixed: Any = FAILS, fix: Any = WORKS, verdict: str = "FIXED", **changes: Any
+) -> dict[str, Any]:
     named = {"unfixed": unfixed, "fix": fix}
-    variants: Any = {name: [("reproduced" if seen == FAILS else "passed", seen)] for name, seen in named.items()}
-    made = {"cell_id": "some-case/m-fsdp", "stack": {"name": "current", "python": "3.11.7", "versions": STACK}}
+    variants: Any = {
+        name: [("reproduced" if seen == FAILS else "passed", seen)] for name, seen in named.items()
+    }
+    made = {
+        "cell_id": "some-case/m-fsdp",
+        "stack": {"name": "current", "python": "3.11.7", "versions": STACK},
+    }
     return document(variants, {"fix": verdict}, **{**made, **changes})
 
 
@@ -229,34 +335,50 @@ def test_regrade_replaces_edited_outcomes_and_verdicts() -> None:
 def test_regrade_uses_older_stacks_as_history() -> None:
     quiet = cell(WORKS, verdict="FIXED_UPSTREAM")
     assert verdicts(quiet) == ["NOT_REPRODUCED"]
-    old = {"name": "old", "python": "3.11.7", "versions": {"torch": "2.2.2", "transformers": "5.23.0"}}
+    old = {
+        "name": "old",
+        "python": "3.11.7",
+        "versions": {"torch": "2.2.2", "transformers": "5.23.0"},
+    }
     before = cell(stack=old)
     assert verdicts(quiet, before) == ["FIXED_UPSTREAM", "FIXED"]
     gpu = {**before, "hardware": {**before["hardware"], "accelerator": "cuda"}}
     assert verdicts(quiet, gpu)[0] == "NOT_REPRODUCED", "what a GPU did is no history of a CPU"
-    assert verdicts(quiet, {**before, "cell_id": "some-case/other"})[0] == "NOT_REPRODUCED", "another cell"
+    assert verdicts(quiet, {**before, "cell_id": "some-case/other"})[0] == "NOT_REPRODUCED", (
+        "another cell"
+    )
     forged = copy.deepcopy(before)
     forged["variants"]["unfixed"]["attempts"][0]["observation"] = WORKS
-    assert verdicts(quiet, forged)[0] == "NOT_REPRODUCED", "its outcome says reproduces, its observation does not"
+    assert verdicts(quiet, forged)[0] == "NOT_REPRODUCED", (
+        "its outcome says reproduces, its observation does not"
+    )
 
 
 def test_variant_on_its_own_stack_has_its_own_versions() -> None:
     other = record(1, versions={**STACK, "transformers": "4.39.3"})
     stored: Any = cell(fix=observation(ok(0), ok(1, record=other)))
     stored["variants"]["fix"]["stack"] = "older"
-    own = {CASE.slug: case(variants={"unfixed": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}})}
+    own = {
+        CASE.slug: case(
+            variants={"unfixed": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}}
+        )
+    }
     assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].outcome == "passed"
     stored["variants"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = STACK
     assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].infra_error == "environment_changed"
 
 
 SEEN = st.sampled_from([FAILS, WORKS])
-VERDICTS = st.sampled_from(["FIXED", "NOT_FIXED", "DIFFERENT_FAILURE", "NOT_REPRODUCED", "SIGNATURE_MISMATCH", "FLAKY"])
+VERDICTS = st.sampled_from(
+    ["FIXED", "NOT_FIXED", "DIFFERENT_FAILURE", "NOT_REPRODUCED", "SIGNATURE_MISMATCH", "FLAKY"]
+)
 OUTCOMES = st.sampled_from(["reproduced", "passed", "other_failure", "hang", "infra_error"])
 
 
 @given(SEEN, SEEN, VERDICTS, OUTCOMES)
-def test_regrade_ignores_what_a_document_states(unfixed: Any, fix: Any, name: str, outcome: str) -> None:
+def test_regrade_ignores_what_a_document_states(
+    unfixed: Any, fix: Any, name: str, outcome: str
+) -> None:
     stored = cell(unfixed, fix, name)
     honest = verdicts(copy.deepcopy(stored))[0]
     for variant in ("unfixed", "fix"):

@@ -1,4 +1,5 @@
-"""Attempts and their observations, without ranks: environments, files, processes, logs, samples at the deadline."""
+"""Attempts and their observations, without ranks: environments, files, processes, logs, samples at
+the deadline."""
 
 from __future__ import annotations
 
@@ -39,8 +40,12 @@ def test_shm_clear_removes_only_files_of_the_attempt() -> None:
         for name in names:
             (processes.SHM / name).touch()
         with open(processes.SHM / names[2]):
-            assert processes.clear_shared_memory({names[2]}, {mine}, began) == [names[0]]  # c is open, b is a stranger
-        assert processes.clear_shared_memory({names[2]}, {mine}, began + 600) == []  # older than the attempt
+            assert processes.clear_shared_memory({names[2]}, {mine}, began) == [
+                names[0]
+            ]  # c is open, b is a stranger
+        assert (
+            processes.clear_shared_memory({names[2]}, {mine}, began + 600) == []
+        )  # older than the attempt
         assert processes.clear_shared_memory({names[2]}, {mine}, began) == [names[2]]
     finally:
         for name in names:
@@ -51,17 +56,31 @@ def test_shm_clear_removes_only_files_of_the_attempt() -> None:
 
 
 def test_environment_is_private_to_the_attempt_and_its_stack(tmp_path: Path) -> None:
-    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), env={"X": "y"}, stack_cache=tmp_path / "stack")
+    attempt = dataclasses.replace(
+        attempt_of(tmp_path / "a", "nothing"), env={"X": "y"}, stack_cache=tmp_path / "stack"
+    )
     env = environment(attempt)
-    assert env["X"] == "y" and env["CUDA_VISIBLE_DEVICES"] == "" and env["REPRO_ATTEMPT"] == attempt.id
-    assert env["TMPDIR"] == str(attempt.tmp) and env["TRITON_CACHE_DIR"].startswith(str(attempt.cache))
+    assert (
+        env["X"] == "y" and env["CUDA_VISIBLE_DEVICES"] == "" and env["REPRO_ATTEMPT"] == attempt.id
+    )
+    assert env["TMPDIR"] == str(attempt.tmp) and env["TRITON_CACHE_DIR"].startswith(
+        str(attempt.cache)
+    )
     for name in ("HF_HOME", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR"):
         assert env[name].startswith(str(tmp_path / "stack"))
-    settings = {**attempt.settings, "device": "auto", "backend": "auto", "model": {"weights": "hub"}}
+    settings = {
+        **attempt.settings,
+        "device": "auto",
+        "backend": "auto",
+        "model": {"weights": "hub"},
+    }
     attempt = dataclasses.replace(attempt, gpus=("GPU-1", "GPU-2"), settings=settings)
     assert environment(attempt)["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
     assert not {"DS_ACCELERATOR", "HF_HOME", "HF_HUB_OFFLINE"} & environment(attempt).keys()
-    assert (attempt.full_settings()["device"], attempt.full_settings()["backend"]) == ("cuda", "nccl")
+    assert (attempt.full_settings()["device"], attempt.full_settings()["backend"]) == (
+        "cuda",
+        "nccl",
+    )
 
 
 def test_prepare_makes_empty_folders_and_a_short_tmp(tmp_path: Path) -> None:
@@ -82,33 +101,58 @@ def test_torchrun_line_is_exact(tmp_path: Path) -> None:
     assert words[:6] == ["env", "A=b c", "torchrun", "--standalone", "--nproc-per-node", "2"]
     flags = [words[index + 1] for index, word in enumerate(words) if word == "--flag"]
     assert flags == ["fault=x y", "value=null", 'word="true"', "number=1.5"]
-    assert words[words.index("--device") + 1] == "cpu" and words[words.index("--variant") + 1] == "unfixed"
+    assert (
+        words[words.index("--device") + 1] == "cpu"
+        and words[words.index("--variant") + 1] == "unfixed"
+    )
 
 
 # --- what is observed
 
 
-def observed(attempt: Attempt, entries: list[Any], *records: dict[str, Any] | None, **watched: Any) -> dict[str, Any]:
+def observed(
+    attempt: Attempt, entries: list[Any], *records: dict[str, Any] | None, **watched: Any
+) -> dict[str, Any]:
     """The observation of an attempt that left these records, and what rank 0 printed: ``log``."""
     prepare(attempt)
     attempt.launch_file.write_text(json.dumps({"ranks": entries, "error": None, "finished": True}))
     (attempt.logs / "rank-0.log").write_text(watched.pop("log", ""))
     for rank, record in enumerate(records):
         (attempt.records / f"rank-{rank}.json").write_text(json.dumps(record))
-    return observe.observation(attempt, "torchrun", ["python"], Watched(10.0, 12.5, **watched), worker_exit=0)
+    return observe.observation(
+        attempt, "torchrun", ["python"], Watched(10.0, 12.5, **watched), worker_exit=0
+    )
 
 
 def entry(rank: int = 0) -> dict[str, Any]:
     return {"rank": rank, "pid": 99999999, "exit_code": 1, "signal": None, "terminated_by": "self"}
 
 
-def raised(kind: str, message: str, phase: str = "body", module: str = "__main__") -> dict[str, Any]:
+def raised(
+    kind: str, message: str, phase: str = "body", module: str = "__main__"
+) -> dict[str, Any]:
     frames = [{"file": "f.py", "function": "f", "module": module, "line": 1, "code": ""}]
-    error = {"type": kind, "message": message, "frames": frames, "cause": None, "bases": [], "module": "builtins"}
+    error = {
+        "type": kind,
+        "message": message,
+        "frames": frames,
+        "cause": None,
+        "bases": [],
+        "module": "builtins",
+    }
     return {
-        "rank": 0, "done": False, "exception": error, "phase": phase, "ended": 1.0, "checks": [], "metrics": {},
-        "facts": {}, "warnings": [], "logs": [], "versions": {},
-    }  # fmt: skip
+        "rank": 0,
+        "done": False,
+        "exception": error,
+        "phase": phase,
+        "ended": 1.0,
+        "checks": [],
+        "metrics": {},
+        "facts": {},
+        "warnings": [],
+        "logs": [],
+        "versions": {},
+    }
 
 
 def test_invalid_record_is_reported_with_its_key(tmp_path: Path) -> None:
@@ -121,13 +165,33 @@ def test_invalid_record_is_reported_with_its_key(tmp_path: Path) -> None:
     ("record", "kind"),
     [
         (raised("OSError", "[Errno 28] No space left on device: 'x'"), "disk"),
-        (raised("DistNetworkError", "The server socket has failed: EADDRINUSE", "init_process_group"), "port"),
+        (
+            raised(
+                "DistNetworkError", "The server socket has failed: EADDRINUSE", "init_process_group"
+            ),
+            "port",
+        ),
         (raised("RuntimeError", "address already in use", "body"), None),
         (raised("MemoryError", ""), "memory"),
-        (raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", module="torch"), "memory"),
-        (raised("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory", module="torch"), "memory"),
+        (
+            raised(
+                "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", module="torch"
+            ),
+            "memory",
+        ),
+        (
+            raised(
+                "RuntimeError",
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory",
+                module="torch",
+            ),
+            "memory",
+        ),
         (raised("ValueError", "out of memory"), None),
-        (raised("ImportError", "cannot import name 'x'"), None),  # graded by its place: grading/script_errors.py
+        (
+            raised("ImportError", "cannot import name 'x'"),
+            None,
+        ),  # graded by its place: grading/script_errors.py
         (raised("RuntimeError", "The size of tensor a (512)", module="transformers"), None),
     ],
 )
@@ -142,7 +206,10 @@ def test_observation_separates_infra_from_failures_of_the_case(
 def test_observation_reports_failed_gpu_before_its_peers(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "x")
     attempt.settings["device"] = "cuda"
-    peer = raised("DistBackendError", "NCCL error: unhandled system error\nncclSystemError: System call failed")
+    peer = raised(
+        "DistBackendError",
+        "NCCL error: unhandled system error\nncclSystemError: System call failed",
+    )
     ecc = raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered")
     for second, kind, rank in ((ecc, "gpu_failure", 1), (peer, "device", 0)):
         error = observed(attempt, [entry(0), entry(1)], peer, second)["infra_error"]
@@ -156,11 +223,19 @@ def test_attempt_without_records_is_infra(tmp_path: Path) -> None:
         ("launch", observed(attempt, [])),
         ("launch", observed(attempt, [], timed_out=True)),
         ("import", observed(attempt, [entry()], log="Traceback\nImportError: no kit\n")),
-        ("disk", observed(attempt, [entry()], begun, log="OSError: [Errno 28] No space left on device\n")),
+        (
+            "disk",
+            observed(
+                attempt, [entry()], begun, log="OSError: [Errno 28] No space left on device\n"
+            ),
+        ),
     ):
         assert seen["infra_error"]["kind"] == kind
     attempt.launch_file.write_text("[]")
-    assert observe.observation(attempt, "torchrun", [], Watched(started=0.0))["infra_error"]["kind"] == "launch"
+    assert (
+        observe.observation(attempt, "torchrun", [], Watched(started=0.0))["infra_error"]["kind"]
+        == "launch"
+    )
 
 
 @given(st.binary(max_size=300))

@@ -13,7 +13,8 @@ from repro_matrix.environment.stacks.spec import Stack
 from repro_matrix.launch import processes
 from repro_matrix.launch.processes import compile_op, no_compiler, op_compiled
 
-# What torch does (torch.utils.file_baton): the process that creates the file compiles; the others wait for its removal.
+# What torch does (torch.utils.file_baton): the process that creates the file compiles; the others
+# wait for its removal.
 COMPILE = """
 import os, pathlib, sys
 lock = pathlib.Path("op/lock")
@@ -46,7 +47,9 @@ def write_python(stack: Stack, code: str, interpreter: str = sys.executable) -> 
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_op_is_compiled_once_and_the_lock_of_a_killed_compile_is_removed(stack: Stack, killed: bool) -> None:
+def test_op_is_compiled_once_and_the_lock_of_a_killed_compile_is_removed(
+    stack: Stack, killed: bool
+) -> None:
     if killed:
         (Path(stack.extensions_dir) / "op" / "lock").touch()
     assert not op_compiled(stack)
@@ -61,7 +64,9 @@ def test_compile_keeps_a_lock_that_a_process_holds(stack: Stack) -> None:
     assert Path(lock.name).exists() and not op_compiled(stack)
 
 
-def test_compile_that_takes_too_long_is_ended(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_that_takes_too_long_is_ended(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_python(stack, HANG)
     compiler, communicate = Path(stack.extensions_dir) / "compiler", subprocess.Popen.communicate
 

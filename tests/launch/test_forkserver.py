@@ -12,7 +12,18 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from launching import FAULTS, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
+from launching import (
+    FAULTS,
+    attempt_of,
+    ends,
+    facts,
+    free,
+    gone,
+    launched,
+    scripted,
+    stuck,
+    wait_for,
+)
 from repro_matrix.external.adhoc_case import Script, command_of_script
 from repro_matrix.external.script_failure import Failure
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
@@ -55,7 +66,15 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
     assert len({fact["torch"] for fact in every}) == (1 if constant else 4)
     for attempt, pair in zip(attempts, pairs):
         script, settings = str(attempt.script), str(attempt.directory / "settings.json")
-        places = [str(attempt.tmp), str(attempt.work), script, "--settings", settings, str(ROOT / "repros"), script]
+        places = [
+            str(attempt.tmp),
+            str(attempt.work),
+            script,
+            "--settings",
+            settings,
+            str(ROOT / "repros"),
+            script,
+        ]
         for rank, fact in enumerate(pair):
             assert fact["places"] == places
             assert fact["threads"] == 2, "its own and that of repro_kit/rank_monitor.py"
@@ -63,8 +82,16 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
             assert fact["signals"][:2] == [0, 0] and "default_int_handler" in fact["signals"][2]
             assert not any("pipe" in name or "socket" in name for name in fact["fds"])
             env = fact["env"]
-            assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
-            assert env[ATTEMPT_TOKEN] == attempt.id and env["A_VARIABLE"] == "x" and free(int(env["MASTER_PORT"]))
+            assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (
+                str(rank),
+                "2",
+                "127.0.0.1",
+            )
+            assert (
+                env[ATTEMPT_TOKEN] == attempt.id
+                and env["A_VARIABLE"] == "x"
+                and free(int(env["MASTER_PORT"]))
+            )
 
 
 # --- what packages do at import
@@ -84,7 +111,10 @@ def torchrun(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_torchrun", SimpleNamespace(launch=lambda *_: nothing))
 
 
-THREAD = "import threading, time\nfor _ in range({}): threading.Thread(target=time.sleep, args=(60,), name='w').start()"
+THREAD = (
+    "import threading, time\nfor _ in range({}): threading.Thread(target=time.sleep, args=(60,),"
+    " name='w').start()"
+)
 PROCESS = """\
 import os, time
 if os.fork() == 0:
@@ -102,20 +132,37 @@ while not os.path.exists(os.path.dirname(__file__) + "/pid"): time.sleep(0.01)
         (THREAD.format(1), ("(thread)", "(w, from the import of imported_module)")),
         pytest.param(THREAD.format(64), ("(thread)", "64 of w, from"), marks=pytest.mark.slow),
         (PROCESS, ("(process)", "imported_module")),
-        pytest.param("import torch\ntorch.cuda.is_initialized = lambda: True", ("(cuda)",), marks=pytest.mark.slow),
-        pytest.param("import torch\ntorch.cuda._is_in_bad_fork = lambda: True", ("(cuda)", "forked ranks"),
-                     marks=pytest.mark.slow),
-        pytest.param("raise RuntimeError('not here')", ("(import)", "RuntimeError: not here"), marks=pytest.mark.slow),
+        pytest.param(
+            "import torch\ntorch.cuda.is_initialized = lambda: True",
+            ("(cuda)",),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import torch\ntorch.cuda._is_in_bad_fork = lambda: True",
+            ("(cuda)", "forked ranks"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "raise RuntimeError('not here')",
+            ("(import)", "RuntimeError: not here"),
+            marks=pytest.mark.slow,
+        ),
         ("import os\nos.kill(os.getpid(), 9)", ("(died)", "SIGKILL", "imported_module")),
-        pytest.param("import os\nos._exit(0)", ("(died)", "exit code 0", "imported_module"), marks=pytest.mark.slow),
+        pytest.param(
+            "import os\nos._exit(0)",
+            ("(died)", "exit code 0", "imported_module"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["thread", "threads", "process", "cuda", "bad fork", "raises", "killed", "exits"],
-)  # fmt: skip
+)
 def test_unsafe_import_starts_with_torchrun_and_is_named(
     tmp_path: Path, warm: ForkserverLauncher, code: str, parts: tuple[str, ...]
 ) -> None:
     about = launched(warm, importing(tmp_path, code))["attempt"]
-    assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
+    assert about["launcher"] == "torchrun" and all(
+        part in about["cold_start_reason"] for part in parts
+    )
     assert not (tmp_path / "pid").exists() or gone(int((tmp_path / "pid").read_text()))
 
 
@@ -123,7 +170,10 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize(
     ("code", "kind", "name"),
-    [(THREAD.format(1), "thread", "w"), ("import subprocess\nsubprocess.Popen(['sleep', '60'])", "process", "sleep")],
+    [
+        (THREAD.format(1), "thread", "w"),
+        ("import subprocess\nsubprocess.Popen(['sleep', '60'])", "process", "sleep"),
+    ],
     ids=["thread", "process"],
 )
 def test_what_the_environment_starts_before_any_import_is_blamed_on_no_package(
@@ -138,7 +188,9 @@ def test_what_the_environment_starts_before_any_import_is_blamed_on_no_package(
 
 @ranks
 @pytest.mark.usefixtures("torchrun")
-def test_packages_of_a_refused_server_are_not_imported_again(tmp_path: Path, warm: ForkserverLauncher) -> None:
+def test_packages_of_a_refused_server_are_not_imported_again(
+    tmp_path: Path, warm: ForkserverLauncher
+) -> None:
     code = "import os\nopen(os.path.dirname(__file__) + '/imports', 'a').write('x')\nraise OSError"
     attempt = importing(tmp_path, code)
     for imports in ((), ("json",)):
@@ -177,7 +229,12 @@ def test_ranks_have_what_an_import_has_set(tmp_path: Path, warm: ForkserverLaunc
     seen = launched(warm, attempt)
     assert seen["attempt"]["launcher"] == "forkserver"
     for fact in facts(seen):
-        assert fact == {"method": "spawn", "signals": [True] * 3, "stdout": "StringIO", "folder": str(attempt.work)}
+        assert fact == {
+            "method": "spawn",
+            "signals": [True] * 3,
+            "stdout": "StringIO",
+            "folder": str(attempt.work),
+        }
 
 
 ASKS = """\
@@ -196,19 +253,28 @@ run.fact("pid", os.getpid())
 
 
 @ranks
-@pytest.mark.parametrize("package", [pytest.param("", id="any"), pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "package", [pytest.param("", id="any"), pytest.param("deepspeed", marks=pytest.mark.slow)]
+)
 def test_import_that_asks_about_gpus_leaves_the_driver_to_the_ranks(
     tmp_path: Path, warm: ForkserverLauncher, package: str
 ) -> None:
-    """On a real card bitsandbytes, and DeepSpeed up to 0.18, ask for the capability; DeepSpeed asks for the number."""
+    """On a real card bitsandbytes, and DeepSpeed up to 0.18, ask for the capability; DeepSpeed asks
+    for the number."""
     source = Path(FAULTS.parent / "fake_driver")
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-pthread", "-o", tmp_path / "libcuda.so.1", source / "cuda.c"], check=True
+        ["cc", "-shared", "-fPIC", "-pthread", "-o", tmp_path / "libcuda.so.1", source / "cuda.c"],
+        check=True,
     )
     attempt = importing(
-        tmp_path, f"import {package}\n{ASKS}" if package else ASKS, USES, PYTHONPATH=f"{source}:{tmp_path}",
-        LD_LIBRARY_PATH=str(tmp_path), FAKE_CUDA_LOG=str(tmp_path / "log"), DS_ACCELERATOR="cuda",
-    )  # fmt: skip
+        tmp_path,
+        f"import {package}\n{ASKS}" if package else ASKS,
+        USES,
+        PYTHONPATH=f"{source}:{tmp_path}",
+        LD_LIBRARY_PATH=str(tmp_path),
+        FAKE_CUDA_LOG=str(tmp_path / "log"),
+        DS_ACCELERATOR="cuda",
+    )
     seen = launched(warm, attempt)
     assert seen["attempt"]["launcher"] == "forkserver", seen["attempt"]["cold_start_reason"]
     started = (tmp_path / "log").read_text().split()
@@ -227,7 +293,9 @@ def test_import_that_asks_about_gpus_leaves_the_driver_to_the_ranks(
 
 @ranks
 @pytest.mark.parametrize("victim", [pytest.param("server", marks=pytest.mark.slow), "supervisor"])
-def test_attempt_without_its_server_is_retried_once(tmp_path: Path, warm: ForkserverLauncher, victim: str) -> None:
+def test_attempt_without_its_server_is_retried_once(
+    tmp_path: Path, warm: ForkserverLauncher, victim: str
+) -> None:
     def pids() -> set[int]:
         return {entry["pid"] for entry in read_launch(attempt.launch_file)["ranks"]}
 
@@ -248,11 +316,16 @@ def test_attempt_without_its_server_is_retried_once(tmp_path: Path, warm: Forkse
     assert result["attempt"]["timed_out"] and result["infra_error"] is None
 
 
-SERVER = "import os\nrun.fact('server', int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]))"
+SERVER = (
+    "import os\nrun.fact('server',"
+    " int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]))"
+)
 
 
 @ranks
-def test_server_killed_between_attempts_is_replaced(tmp_path: Path, warm: ForkserverLauncher) -> None:
+def test_server_killed_between_attempts_is_replaced(
+    tmp_path: Path, warm: ForkserverLauncher
+) -> None:
     first = facts(launched(warm, scripted(tmp_path / "a", SERVER)))[0]["server"]
     os.kill(first, signal.SIGKILL)
     assert facts(launched(warm, scripted(tmp_path / "b", SERVER)))[0]["server"] != first
@@ -267,7 +340,9 @@ def test_attempts_leave_the_server_unchanged_and_read_the_script_again(
         return server.num_fds(), len(server.children()), psutil.Process().num_fds()
 
     for value in (1, 2):
-        assert facts(launched(warm, scripted(tmp_path / "a", f"run.fact('value', {value})")))[0] == {"value": value}
+        assert facts(launched(warm, scripted(tmp_path / "a", f"run.fact('value', {value})")))[
+            0
+        ] == {"value": value}
     pid = next(reversed(warm._servers.values())).process.pid
     before = count()
     for n in range(10):
@@ -278,13 +353,18 @@ def test_attempts_leave_the_server_unchanged_and_read_the_script_again(
 
 
 def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path) -> None:
-    plain, other = (attempt_of(tmp_path / name, fault) for name, fault in (("a", "nothing"), ("b", "raises")))
+    plain, other = (
+        attempt_of(tmp_path / name, fault) for name, fault in (("a", "nothing"), ("b", "raises"))
+    )
     assert server_environment(plain) == server_environment(other)
     changed = server_environment(dataclasses.replace(plain, env={"TRANSFORMERS_VERBOSITY": "info"}))
     assert changed == {**server_environment(plain), "TRANSFORMERS_VERBOSITY": "info"}
     cuda = {**plain.settings, "device": "cuda", "backend": "nccl"}
     numbers = {("GPU-a",): ("0",), ("GPU-b", "GPU-c"): ("3", "1")}
-    leases = [dataclasses.replace(plain, gpus=gpus, visible=numbers[gpus], settings=cuda) for gpus in numbers]
+    leases = [
+        dataclasses.replace(plain, gpus=gpus, visible=numbers[gpus], settings=cuda)
+        for gpus in numbers
+    ]
     env = server_environment(leases[0])
     assert env == server_environment(leases[1]) and "CUDA_VISIBLE_DEVICES" not in env
     assert server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
@@ -292,7 +372,9 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     assert visible.items() <= spec_of(leases[1])["env"].items()
     (tmp_path / "train.py").touch()
     script = Script(command_of_script(str(tmp_path / "train.py"), 1), Failure(), tmp_path).case()
-    scripts = [dataclasses.replace(each, command=script, script=tmp_path / "train.py") for each in leases]
+    scripts = [
+        dataclasses.replace(each, command=script, script=tmp_path / "train.py") for each in leases
+    ]
     assert server_environment(scripts[0]) == server_environment(scripts[1])
     assert "CUDA_VISIBLE_DEVICES" not in server_environment(scripts[0])
     assert visible.items() <= spec_of(scripts[1])["env"].items()

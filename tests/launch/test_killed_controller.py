@@ -1,4 +1,5 @@
-"""`repro` killed with -9 at any moment, and two runs at once: every recorded result stays, nothing else does."""
+"""`repro` killed with -9 at any moment, and two runs at once: every recorded result stays, nothing
+else does."""
 
 from __future__ import annotations
 
@@ -15,12 +16,20 @@ from repro_matrix.results.store import Store
 from test_end_to_end import CASE, ours, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_launcher
-WORDS = ("matrix", f"case={CASE}", "variants=[summon,ddp]", "repeat=2", "launcher=forkserver", "order=declared")
+WORDS = (
+    "matrix",
+    f"case={CASE}",
+    "variants=[summon,ddp]",
+    "repeat=2",
+    "launcher=forkserver",
+    "order=declared",
+)
 KILLS = 4
 
 
 def run(tmp_path: Path, results: str, *words: str) -> subprocess.Popen[str]:
-    """All runs share a cache (and so the state of the machine); each may have results of its own."""
+    """All runs share a cache (and so the state of the machine); each may have results of its
+    own."""
     (tmp_path / results).mkdir(exist_ok=True)
     (tmp_path / "cache").mkdir(exist_ok=True)
     if not (tmp_path / results / "cache").exists():
@@ -63,11 +72,18 @@ def test_killed_run_resumes_to_the_result_of_an_undisturbed_run(
     expected, err = undisturbed.communicate(timeout=600)
     assert undisturbed.returncode == 0, err
     rows, others = (
-        sorted((row["case"], row["variant"], row["outcome"], row["verdict"]) for row in json.loads(text)["rows"])
+        sorted(
+            (row["case"], row["variant"], row["outcome"], row["verdict"])
+            for row in json.loads(text)["rows"]
+        )
         for text in (out, expected)
     )
     assert rows == others
     wait_for(lambda: not ours(tmp_path))
     state = tmp_path / "cache" / "state"
-    left = [path for pattern in ("runs/*", "nodes/*/runs/*", "nodes/*/leases/*.json") for path in state.glob(pattern)]
+    left = [
+        path
+        for pattern in ("runs/*", "nodes/*/runs/*", "nodes/*/leases/*.json")
+        for path in state.glob(pattern)
+    ]
     assert not [*left, *(tmp_path / "temporary").iterdir()]

@@ -1,4 +1,5 @@
-"""The checks of parameters and gradients: what ranks record of a gradient, and what follows from their records."""
+"""The checks of parameters and gradients: what ranks record of a gradient, and what follows from
+their records."""
 
 from __future__ import annotations
 
@@ -11,14 +12,35 @@ from repro_matrix.launch.script_checks import add_checks
 from repro_matrix.launch.worker.parameters import bit_sums, digest
 
 
-def parameter(name: str, content: str = "same", step: int = 3, sums: str = "same", ignored: bool = False,
-              frozen: bool = False) -> Any:  # fmt: skip
-    return {"name": name, "shape": [2], "hash": content, "used": [step, step > 0 and sums], "ignored": ignored,
-            "finite": True, "gradient": False, "frozen": frozen}  # fmt: skip
+def parameter(
+    name: str,
+    content: str = "same",
+    step: int = 3,
+    sums: str = "same",
+    ignored: bool = False,
+    frozen: bool = False,
+) -> Any:
+    return {
+        "name": name,
+        "shape": [2],
+        "hash": content,
+        "used": [step, step > 0 and sums],
+        "ignored": ignored,
+        "finite": True,
+        "gradient": False,
+        "frozen": frozen,
+    }
 
 
 def described(*parameters: Any, group: int = 2, others: int = 0, **changes: Any) -> Any:
-    return {"parameters": list(parameters), "sharded": [], "errors": [], "group": group, "others": others, **changes}
+    return {
+        "parameters": list(parameters),
+        "sharded": [],
+        "errors": [],
+        "group": group,
+        "others": others,
+        **changes,
+    }
 
 
 def checked(*facts: Any) -> Any:
@@ -33,15 +55,37 @@ def checked(*facts: Any) -> Any:
 @pytest.mark.parametrize(
     ("one", "other", "wrong", "text"),
     [
-        (parameter("w"), parameter("w"), 0, "1 parameter and 1 gradient of the last of 3 steps are equal on 2 ranks"),
+        (
+            parameter("w"),
+            parameter("w"),
+            0,
+            "1 parameter and 1 gradient of the last of 3 steps are equal on 2 ranks",
+        ),
         (parameter("w"), parameter("w", sums="other"), 1, "wrong: gradient of w"),
         (parameter("w"), parameter("w", "other", sums="other"), 2, "wrong: w, gradient of w"),
-        (parameter("w"), parameter("w", step=2, sums="other"), 0, "gradients not compared: the ranks made 2 and 3"),
-        (parameter("w", step=0), parameter("w", "other", step=0), 1, "gradients not compared: no parameter has one"),
-        (parameter("w", ignored=True), parameter("w", "other", ignored=True), 0, "no parameter has one after a step"),
+        (
+            parameter("w"),
+            parameter("w", step=2, sums="other"),
+            0,
+            "gradients not compared: the ranks made 2 and 3",
+        ),
+        (
+            parameter("w", step=0),
+            parameter("w", "other", step=0),
+            1,
+            "gradients not compared: no parameter has one",
+        ),
+        (
+            parameter("w", ignored=True),
+            parameter("w", "other", ignored=True),
+            0,
+            "no parameter has one after a step",
+        ),
     ],
 )
-def test_replicas_are_equal_if_parameters_and_gradients_are(one: Any, other: Any, wrong: int, text: str) -> None:
+def test_replicas_are_equal_if_parameters_and_gradients_are(
+    one: Any, other: Any, wrong: int, text: str
+) -> None:
     check = checked(described(one), described(other))
     assert (check["actual"], check["passed"]) == (wrong, not wrong) and text in check["subject"]
     unknown = checked(described(one), described(other, errors=["RuntimeError: no sums"]))
@@ -52,8 +96,9 @@ def test_frozen_parameters_are_compared_and_what_is_not_is_counted() -> None:
     frozen = [parameter("base", content, step=0, frozen=True) for content in ("same", "other")]
     check = checked(*(described(parameter("w"), frozen[0], others=2) for _ in range(2)))
     assert evaluate(check, 1.0).state == "passed"
-    assert check["subject"] == (
-        "2 parameters (1 frozen) and 1 gradient of the last of 3 steps are equal on 2 ranks; "
+    assert (
+        check["subject"]
+        == "2 parameters (1 frozen) and 1 gradient of the last of 3 steps are equal on 2 ranks; "
         "2 parameters that no optimizer has stepped on were not compared"
     )
     wrong = checked(*(described(parameter("w"), each) for each in frozen))
@@ -62,18 +107,24 @@ def test_frozen_parameters_are_compared_and_what_is_not_is_counted() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"group": 0}, "no process group was created: the 2 ranks are not one training"),
-     ({"group": 1}, "the process group has 1 rank: the 2 ranks are not one training"),
-     ({"sharded": ["FSDP"], "group": 0}, "sharded by FSDP")],
-)  # fmt: skip
+    [
+        ({"group": 0}, "no process group was created: the 2 ranks are not one training"),
+        ({"group": 1}, "the process group has 1 rank: the 2 ranks are not one training"),
+        ({"sharded": ["FSDP"], "group": 0}, "sharded by FSDP"),
+    ],
+)
 def test_equal_ranks_of_no_common_training_are_not_checked(changes: Any, why: str) -> None:
     result = evaluate(checked(*(described(parameter("w"), **changes) for _ in range(2))), 1.0)
     assert result.state == "void" and result.details == f"not checked: {why}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (5001,), (4, 6), (3, 5), (2, 3, 7), (1, 8), (8, 1)])
-def test_sums_depend_on_the_numbers_and_not_on_their_place_in_memory(shape: tuple[int, ...], dtype: Any) -> None:
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (3,), (5001,), (4, 6), (3, 5), (2, 3, 7), (1, 8), (8, 1)]
+)
+def test_sums_depend_on_the_numbers_and_not_on_their_place_in_memory(
+    shape: tuple[int, ...], dtype: Any
+) -> None:
     gradient = torch.randn(shape).to(dtype)
     last = gradient.clone()
     last.view(-1)[-1] += 1
@@ -83,7 +134,9 @@ def test_sums_depend_on_the_numbers_and_not_on_their_place_in_memory(shape: tupl
     assert digest(bit_sums(last)) != sums
     assert digest(bit_sums(shifted)) == digest(bit_sums(columns)) == sums
     if gradient.dim() and gradient.shape[0] > 1:
-        assert digest(bit_sums(gradient.flip(0))) != sums, "rows in another order are another gradient"
+        assert digest(bit_sums(gradient.flip(0))) != sums, (
+            "rows in another order are another gradient"
+        )
 
 
 def test_sums_of_a_sparse_gradient_depend_on_its_rows() -> None:

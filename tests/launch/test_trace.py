@@ -1,4 +1,5 @@
-"""The tracer in one process: what it records, that it changes no number, and that nothing stops the script."""
+"""The tracer in one process: what it records, that it changes no number, and that nothing stops the
+script."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_slices_add_up_to_the_whole() -> None:
 def test_elements_in_another_order_have_the_signs_of_their_index() -> None:
     whole = torch.randn(1, BLOCK + 100)
     order = torch.randperm(whole.shape[1])
-    torch.testing.assert_close(sketch(whole[:, order], index=order), sketch(whole), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(
+        sketch(whole[:, order], index=order), sketch(whole), rtol=1e-12, atol=1e-9
+    )
 
 
 def test_products_estimate_the_size_of_a_difference() -> None:
@@ -95,8 +98,13 @@ def test_samples_are_known_by_ids_that_the_mask_shows() -> None:
     ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     padded = Batch.of((), {"input_ids": ids, "attention_mask": mask, "labels": ids}, nothing)
     short = Batch.of((), {"input_ids": ids[:1, :2].int(), "attention_mask": mask[:1, :2]}, nothing)
-    assert padded.samples[0] == short.samples[0] and len(set(padded.samples)) == 2 == len(padded.labels)
-    assert Batch.of((torch.ones(3, 2),), {}, nothing).samples == Batch.of((torch.ones(1, 2),), {}, nothing).samples * 3
+    assert padded.samples[0] == short.samples[0] and len(set(padded.samples)) == 2 == len(
+        padded.labels
+    )
+    assert (
+        Batch.of((torch.ones(3, 2),), {}, nothing).samples
+        == Batch.of((torch.ones(1, 2),), {}, nothing).samples * 3
+    )
     assert Batch.of((), {}, nothing).samples == []
     masked = Batch.of((), {"attention_mask": torch.ones_like(ids), "x": ids}, nothing)
     assert masked.samples == Batch.of((ids,), {}, nothing).samples
@@ -106,7 +114,8 @@ def test_samples_are_known_by_ids_that_the_mask_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulation": 2}, {"checkpoint": True}, {"checkpoint": False}, {"tied": True}]
+    "options",
+    [{}, {"accumulation": 2}, {"checkpoint": True}, {"checkpoint": False}, {"tied": True}],
 )
 def test_tracing_changes_no_number(tmp_path: Path, options: Json) -> None:
     plain = training.train(**options)
@@ -115,7 +124,9 @@ def test_tracing_changes_no_number(tmp_path: Path, options: Json) -> None:
     kinds = Counter(each["k"] for each in lines(tmp_path))
     micro = options.get("accumulation", 1)
     weights = 13 if options.get("tied") else 14
-    assert kinds["step"] == 3 and kinds["end"] == kinds["model"] == 1 and kinds["batch"] == 3 * micro
+    assert (
+        kinds["step"] == 3 and kinds["end"] == kinds["model"] == 1 and kinds["batch"] == 3 * micro
+    )
     assert kinds["lgrad"] == kinds["rgrad"] == 3 * micro * weights
     assert kinds["ograd"] == kinds["param"] == kinds["state"] == 3 * weights
     assert kinds["fwd"] == kinds["bwd"] == 11 * 3 * micro  # 10 modules and the model
@@ -126,30 +137,48 @@ def test_recomputation_is_no_second_call(folder: Path) -> None:
     for name, checkpoint in (("plain", None), ("reentrant", True), ("other", False)):
         tracer.side(name)
         training.train(checkpoint=checkpoint)
-        every = [json.dumps(each) for each in lines(folder, side=name) if each["k"] in ("fwd", "bwd", "lgrad", "batch")]
+        every = [
+            json.dumps(each)
+            for each in lines(folder, side=name)
+            if each["k"] in ("fwd", "bwd", "lgrad", "batch")
+        ]
         seen[name] = sorted(every)
     assert seen["plain"] == seen["reentrant"] == seen["other"]
 
 
 def test_inputs_made_by_functional_code_are_recorded(folder: Path) -> None:
     training.train(steps=1)
-    assert [each["n"] for each in lines(folder, "in")] == ["blocks.0", "blocks.0.down", "blocks.1.down"]
+    assert [each["n"] for each in lines(folder, "in")] == [
+        "blocks.0",
+        "blocks.0.down",
+        "blocks.1.down",
+    ]
 
 
-def test_window_begins_later_and_is_as_long_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_begins_later_and_is_as_long_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REPRO_TRACE_FROM", "2")
     monkeypatch.setenv("REPRO_TRACE_STEPS", "1")
     tracer.install(str(tmp_path), 0, 1)
     training.train()
     assert [each["s"] for each in lines(tmp_path, "step")] == [2]
-    assert {each["s"] for each in lines(tmp_path) if "s" in each} == {2} and lines(tmp_path, "state")
+    assert {each["s"] for each in lines(tmp_path) if "s" in each} == {2} and lines(
+        tmp_path, "state"
+    )
     assert lines(tmp_path, "end")[0] == {"k": "end", "steps": 1, "reason": "window"}
 
 
 def test_settings_and_clipping(folder: Path) -> None:
     training.train(steps=2)
-    assert lines(folder, "opt")[0]["class"] == "AdamW" and lines(folder, "opt")[0]["groups"][0]["lr"] == 1e-2
-    assert all(each["norm"] > training.LIMIT for each in lines(folder, "clip")) and len(lines(folder, "clip")) == 2
+    assert (
+        lines(folder, "opt")[0]["class"] == "AdamW"
+        and lines(folder, "opt")[0]["groups"][0]["lr"] == 1e-2
+    )
+    assert (
+        all(each["norm"] > training.LIMIT for each in lines(folder, "clip"))
+        and len(lines(folder, "clip")) == 2
+    )
     assert lines(folder, "end")[0]["reason"] == "exit" and lines(folder, "end")[0]["steps"] == 2
 
 
@@ -158,7 +187,9 @@ def test_settings_and_clipping(folder: Path) -> None:
 
 def test_script_that_trains_nothing_or_ends_before_a_step(folder: Path) -> None:
     _, files, end = lines(folder)
-    assert files["files"][training.__file__] == ending.hash_of(training.__file__) and end["k"] == "end"
+    assert (
+        files["files"][training.__file__] == ending.hash_of(training.__file__) and end["k"] == "end"
+    )
     assert not any("site-packages" in path for path in files["files"])
     tracer.side("forward")
     training.new_model()(input_ids=training.batches(1)[0])
@@ -170,7 +201,9 @@ def test_script_that_trains_nothing_or_ends_before_a_step(folder: Path) -> None:
 def test_script_without_an_optimizer_is_one_step(folder: Path) -> None:
     model, batch = training.new_model(), training.batches(1)[0]
     model(input_ids=batch, labels=batch)["loss"].backward()
-    assert [each["s"] for each in lines(folder, "step")] == [0] and len(lines(folder, "param")) == 14
+    assert [each["s"] for each in lines(folder, "step")] == [0] and len(
+        lines(folder, "param")
+    ) == 14
 
 
 def test_two_models_and_a_reference_without_gradients(folder: Path) -> None:
@@ -188,7 +221,9 @@ def test_two_models_and_a_reference_without_gradients(folder: Path) -> None:
 def test_gradients_of_autograd_grad_are_the_reduced_ones_too(folder: Path) -> None:
     model, batch = training.new_model(), training.batches(1)[0]
     optimizer, weights = training.adamw(model), list(model.parameters())
-    for weight, gradient in zip(weights, torch.autograd.grad(model(input_ids=batch, labels=batch)["loss"], weights)):
+    for weight, gradient in zip(
+        weights, torch.autograd.grad(model(input_ids=batch, labels=batch)["loss"], weights)
+    ):
         weight.grad = gradient
     optimizer.step()
     kinds = Counter(each["k"] for each in lines(folder))
@@ -210,7 +245,9 @@ def test_features_that_another_model_made_have_its_samples(folder: Path) -> None
     first, second = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)
     second(first(torch.tensor([[1], [2]])) * 1.0).sum().backward()
     batches = lines(folder, "batch")
-    assert batches[0]["samples"] == batches[1]["samples"] and [each["root"] for each in batches] == [0, 1]
+    assert batches[0]["samples"] == batches[1]["samples"] and [
+        each["root"] for each in batches
+    ] == [0, 1]
 
 
 def test_many_calls_without_gradients_are_not_all_recorded(folder: Path) -> None:
@@ -224,13 +261,21 @@ def test_many_calls_without_gradients_are_not_all_recorded(folder: Path) -> None
 
 def test_model_called_twice_per_step_and_two_optimizers(folder: Path) -> None:
     model = training.new_model()
-    halves = [torch.optim.SGD(half, lr=0.1) for half in (model.blocks.parameters(), model.head.parameters())]
+    halves = [
+        torch.optim.SGD(half, lr=0.1)
+        for half in (model.blocks.parameters(), model.head.parameters())
+    ]
     for batch in training.batches(2):
-        (model(input_ids=batch, labels=batch)["loss"] - model(input_ids=batch.flip(1), labels=batch)["loss"]).backward()
+        (
+            model(input_ids=batch, labels=batch)["loss"]
+            - model(input_ids=batch.flip(1), labels=batch)["loss"]
+        ).backward()
         for each in halves:
             each.step()
     assert [each["m"] for each in lines(folder, "lgrad")] == [1] * 28
-    assert [each["s"] for each in lines(folder, "opt")] == [0, 0, 1, 1] and len(lines(folder, "step")) == 2
+    assert [each["s"] for each in lines(folder, "opt")] == [0, 0, 1, 1] and len(
+        lines(folder, "step")
+    ) == 2
     assert len(lines(folder, "param")) == 2 * 13  # no optimizer has the embedding
 
 
@@ -242,15 +287,23 @@ def test_model_that_is_swapped_frozen_parameters_and_unused_modules(folder: Path
     other = training.new_model()
     step(other, training.adamw(other), training.batches(1)[0])
     models = lines(folder, "model")
-    assert [each["root"] for each in models] == [0, 1] and ["unused", "Linear"] in models[0]["names"]
+    assert [each["root"] for each in models] == [0, 1] and ["unused", "Linear"] in models[0][
+        "names"
+    ]
     frozen = [each for each in models[0]["parameters"] if each[0] == "embed.weight"]
     assert frozen == [["embed.weight", [training.WORDS, training.SIZE], "float32", False]]
-    assert {each["s"] for each in lines(folder, "lgrad") if each["n"] == "root1.embed.weight"} == {1}
+    assert {each["s"] for each in lines(folder, "lgrad") if each["n"] == "root1.embed.weight"} == {
+        1
+    }
 
 
 def test_not_a_number_is_recorded_on(folder: Path) -> None:
     training.train(change=lambda model: model.blocks[1].norm.weight.data.fill_(torch.nan))
-    broken = [each["n"] for each in lines(folder, "fwd") if each["s"] == 0 and values(each)[0] != values(each)[0]]
+    broken = [
+        each["n"]
+        for each in lines(folder, "fwd")
+        if each["s"] == 0 and values(each)[0] != values(each)[0]
+    ]
     assert broken[0] == "blocks.1.norm" and len(lines(folder, "step")) == 3
 
 
@@ -274,9 +327,13 @@ def test_scaled_gradients_and_a_skipped_step(folder: Path) -> None:
 def test_compiled_model_runs_uncompiled_under_its_names(folder: Path) -> None:
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
     model = torch.compile(training.new_model())
-    with torch._dynamo.config.patch(disable=True):  # another test may have imported it without the variable
+    with torch._dynamo.config.patch(
+        disable=True
+    ):  # another test may have imported it without the variable
         step(model, training.adamw(model), training.batches(1)[0])
-    assert {"", "blocks.0.up"} <= {each["n"] for each in lines(folder, "fwd")} and len(lines(folder, "param")) == 14
+    assert {"", "blocks.0.up"} <= {each["n"] for each in lines(folder, "fwd")} and len(
+        lines(folder, "param")
+    ) == 14
 
 
 def test_selective_checkpointing_does_not_see_the_tracer(tmp_path: Path) -> None:
@@ -288,7 +345,9 @@ def test_selective_checkpointing_does_not_see_the_tracer(tmp_path: Path) -> None
         model, batch = training.new_model(), training.batches(1)[0]
         saved = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
         contexts = lambda: checkpointing.create_selective_checkpoint_contexts(saved)  # noqa: E731
-        out = checkpointing.checkpoint(model.blocks[0], model.embed(batch), use_reentrant=False, context_fn=contexts)
+        out = checkpointing.checkpoint(
+            model.blocks[0], model.embed(batch), use_reentrant=False, context_fn=contexts
+        )
         out.square().mean().backward()
         return sum(float(each.grad.abs().sum()) for each in model.blocks[0].parameters())
 
@@ -312,7 +371,10 @@ def test_full_disk_ends_the_trace_and_not_the_script(folder: Path) -> None:
 def test_error_of_the_tracer_is_a_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batch, "rows", lambda *_: 1 / 0)
     training.train()
-    assert "ZeroDivisionError" in lines(folder, "note")[0]["text"] and lines(folder, "end")[0]["reason"] == "error"
+    assert (
+        "ZeroDivisionError" in lines(folder, "note")[0]["text"]
+        and lines(folder, "end")[0]["reason"] == "error"
+    )
 
 
 SCRIPT = """
@@ -330,18 +392,30 @@ for number, batch in enumerate(data):
 """
 
 
-@pytest.mark.parametrize(("how", "end"), [("kill", None), ("raise", "exception"), ("workers", "window")])
+@pytest.mark.parametrize(
+    ("how", "end"), [("kill", None), ("raise", "exception"), ("workers", "window")]
+)
 def test_script_of_a_user_is_traced_to_its_end(tmp_path: Path, how: str, end: str | None) -> None:
     script, records, traces = tmp_path / "train.py", tmp_path / "records", tmp_path / "traces"
     script.write_text(SCRIPT)
     for each in (records, traces, tmp_path / "logs"):
         each.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(WORKER / "hooks"), "REPRO_PLAIN": "1", "REPRO_RECORDS": str(records)}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(WORKER / "hooks"),
+        "REPRO_PLAIN": "1",
+        "REPRO_RECORDS": str(records),
+    }
     env |= {"REPRO_TRACE": str(traces)}
     subprocess.run(
-        [sys.executable, str(script), "2" if how == "workers" else "0", how], env=env, check=False, timeout=120
+        [sys.executable, str(script), "2" if how == "workers" else "0", how],
+        env=env,
+        check=False,
+        timeout=120,
     )
     every = lines(traces)
-    assert [each["s"] for each in every if each["k"] == "step"] == ([0, 1, 2] if how == "workers" else [0, 1])
+    assert [each["s"] for each in every if each["k"] == "step"] == (
+        [0, 1, 2] if how == "workers" else [0, 1]
+    )
     assert [each["reason"] for each in every if each["k"] == "end"] == ([end] if end else [])
     assert [path.name for path in traces.iterdir()] == ["trace-0.jsonl"]

@@ -1,4 +1,5 @@
-"""The tracer in two real ranks, with each strategy: no number changes, and the traces agree with one process's."""
+"""The tracer in two real ranks, with each strategy: no number changes, and the traces agree with
+one process's."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ from repro_matrix.launch.worker import tracer
 pytestmark = pytest.mark.ranks
 # name -> what really ran, number of parameters that each rank has a part of
 STRATEGIES = {
-    "ddp-accumulation": ("DDP", 0), "fsdp2-checkpoint": ("FSDP2", 14), "fsdp1-reentrant": ("FSDP", 14),
-    "fsdp1-flat": ("FSDP", 14), "fsdp1-whole": ("FSDP", 0), "tp": ("TP", 6),
-}  # fmt: skip
+    "ddp-accumulation": ("DDP", 0),
+    "fsdp2-checkpoint": ("FSDP2", 14),
+    "fsdp1-reentrant": ("FSDP", 14),
+    "fsdp1-flat": ("FSDP", 14),
+    "fsdp1-whole": ("FSDP", 0),
+    "tp": ("TP", 6),
+}
 ZERO = {"zero2": ("ZeRO-2", 0), "zero3": ("ZeRO-3", 14)}
 
 
@@ -37,16 +42,27 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Tra
             tracer.side(f"{clip}-{noise}", noise)
             training.train(clip=clip)
     tracer.close("exit")
-    return {clip: [read(folder, f"{clip}-{noise}") for noise in (None, 1, 2)] for clip in (True, False)}
+    return {
+        clip: [read(folder, f"{clip}-{noise}") for noise in (None, 1, 2)] for clip in (True, False)
+    }
 
 
-@pytest.mark.parametrize("wanted", [STRATEGIES, pytest.param(ZERO, marks=pytest.mark.slow)], ids=["torch", "zero"])
+@pytest.mark.parametrize(
+    "wanted", [STRATEGIES, pytest.param(ZERO, marks=pytest.mark.slow)], ids=["torch", "zero"]
+)
 def test_strategies_agree_with_one_process_and_keep_their_numbers(
     tmp_path: Path, one_process: dict[bool, list[Trace]], wanted: dict[str, tuple[str, int]]
 ) -> None:
     if wanted is ZERO:
         pytest.importorskip("deepspeed")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", training.__file__]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        training.__file__,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [*launch, str(WORKER), str(tmp_path), *wanted],
@@ -72,5 +88,7 @@ def test_strategies_agree_with_one_process_and_keep_their_numbers(
 
 
 def lines_of(folder: Path, side: str, kind: str) -> list[dict]:
-    every = [json.loads(line) for line in (folder / f"trace-1.{side}.jsonl").read_text().splitlines()]
+    every = [
+        json.loads(line) for line in (folder / f"trace-1.{side}.jsonl").read_text().splitlines()
+    ]
     return [each for each in every if each["k"] == kind]

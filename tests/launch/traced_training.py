@@ -1,7 +1,9 @@
-"""A tiny model and its training, in one process and with each strategy: what the tests of the tracer record.
+"""A tiny model and its training, in one process and with each strategy: what the tests of the
+tracer record.
 
-As a script, each rank trains in each way that it is given twice, without and with the tracer, and writes both last
-losses: `torchrun traced_training.py WORKER FOLDER NAME...`. Torch and DeepSpeed only; runs on Python 3.9 and torch 2.2.
+As a script, each rank trains in each way that it is given twice, without and with the tracer, and
+writes both last losses: `torchrun traced_training.py WORKER FOLDER NAME...`. Torch and DeepSpeed
+only; runs on Python 3.9 and torch 2.2.
 """
 
 from __future__ import annotations
@@ -77,10 +79,14 @@ def engine(model: nn.Module, stage: int, accumulation: int) -> nn.Module:
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
     config = {
         "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size() // accumulation,
-        "gradient_accumulation_steps": accumulation, "gradient_clipping": LIMIT, "optimizer": adam,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": LIMIT,
+        "optimizer": adam,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }  # fmt: skip
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    }
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )[0]
 
 
 def wrapped(model: Model, strategy: str) -> nn.Module:
@@ -101,21 +107,37 @@ def wrapped(model: Model, strategy: str) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        whole = ShardingStrategy.NO_SHARD if strategy == "fsdp1-whole" else ShardingStrategy.FULL_SHARD
+        whole = (
+            ShardingStrategy.NO_SHARD if strategy == "fsdp1-whole" else ShardingStrategy.FULL_SHARD
+        )
         return FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=strategy != "fsdp1-flat",
-            sharding_strategy=whole, device_id=torch.device("cpu"),
-        )  # fmt: skip
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=strategy != "fsdp1-flat",
+            sharding_strategy=whole,
+            device_id=torch.device("cpu"),
+        )
     elif strategy == "tp":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         for block in model.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
-def train(strategy: str = "one", steps: int = 4, accumulation: int = 1, checkpoint: bool | None = None,
-          tied: bool = False, clip: bool = True, change: object = None) -> float:  # fmt: skip
+def train(
+    strategy: str = "one",
+    steps: int = 4,
+    accumulation: int = 1,
+    checkpoint: bool | None = None,
+    tied: bool = False,
+    clip: bool = True,
+    change: object = None,
+) -> float:
     """Train; return the last loss. change: called with the model before it is wrapped."""
     model = new_model(tied)
     model.checkpoint = checkpoint

@@ -1,4 +1,5 @@
-"""The memory plan: its parts and their order of size, what does not fit, where the reference goes, deadlines."""
+"""The memory plan: its parts and their order of size, what does not fit, where the reference goes,
+deadlines."""
 
 from __future__ import annotations
 
@@ -35,44 +36,86 @@ STRATEGIES = sorted(CATALOGUE.strategies)
 LAPTOP = Machine((), None, "cpu", 4, 16.0, "linux")
 ROOMY = replace(LAPTOP, memory_gb=1000.0)
 CPU = Profile("cpu", "cpu", "gloo", ())
-VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"}
+VERSIONS = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+}
 STACK = Stack("current", sys.executable, VERSIONS)
 
 
 QWEN_14B = ModelSizes(
-    parameters=14167290880, trainable=14167290880, bytes=2, buffers=1000, tied=False, layers=40, layer=315253760,
-    root=1557140480, largest=778570240, split=13883945063, token=12474368,
-)  # fmt: skip
+    parameters=14167290880,
+    trainable=14167290880,
+    bytes=2,
+    buffers=1000,
+    tied=False,
+    layers=40,
+    layer=315253760,
+    root=1557140480,
+    largest=778570240,
+    split=13883945063,
+    token=12474368,
+)
 HALF_B = ModelSizes(
-    parameters=463987712, trainable=463987712, bytes=2, buffers=128, tied=True, layers=24, layer=12850176,
-    root=155583488, largest=155582464, split=463937536, token=3101184,
-)  # fmt: skip
+    parameters=463987712,
+    trainable=463987712,
+    bytes=2,
+    buffers=128,
+    tied=True,
+    layers=24,
+    layer=12850176,
+    root=155583488,
+    largest=155582464,
+    split=463937536,
+    token=3101184,
+)
 TWO_LAYERS = ModelSizes(
-    parameters=666914816, trainable=666914816, bytes=2, buffers=256, tied=False, layers=2, layer=202383360,
-    root=262148096, largest=131072000, split=666894336, token=809984,
-)  # fmt: skip
+    parameters=666914816,
+    trainable=666914816,
+    bytes=2,
+    buffers=256,
+    tied=False,
+    layers=2,
+    layer=202383360,
+    root=262148096,
+    largest=131072000,
+    split=666894336,
+    token=809984,
+)
 
 
 @pytest.mark.parametrize(
     ("model", "strategy", "measured_gib"),
     [
-        *((HALF_B, *row) for row in zip(STRATEGIES, (3.78, 3.19, 3.66, 3.05, 5.30, 5.39))),  # docs/guides/full-size.md
+        *(
+            (HALF_B, *row) for row in zip(STRATEGIES, (3.78, 3.19, 3.66, 3.05, 5.30, 5.39))
+        ),  # docs/guides/full-size.md
         (TWO_LAYERS, "fsdp", 4.37),
         (TWO_LAYERS, "tp", 2.99),
     ],
 )
-def test_plan_is_near_the_measured_peak(model: ModelSizes, strategy: str, measured_gib: float) -> None:
+def test_plan_is_near_the_measured_peak(
+    model: ModelSizes, strategy: str, measured_gib: float
+) -> None:
     assert 0.94 < plan(model, Layout(strategy, 2)).host_rank / GIB / measured_gib < 1.2
 
 
 def planned(
-    text: str = "train-step", strategy: str = "fsdp", profile: Profile = CPU, machine: Machine = ROOMY,
-    deadline: float | None = None, scale: Any = "full",
+    text: str = "train-step",
+    strategy: str = "fsdp",
+    profile: Profile = CPU,
+    machine: Machine = ROOMY,
+    deadline: float | None = None,
+    scale: Any = "full",
     facts: ModelSizes | None = QWEN_14B,
-) -> CellPlan:  # fmt: skip
+) -> CellPlan:
     """The first cell of a case, whose model is Qwen-14B at full size."""
     selection = overrides.parse([f"case={text}", "model=qwen-14b", f"strategy={strategy}"])
-    cells = matrix.place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, selection)[:1], [profile], auto=False)[0]
+    cells = matrix.place(
+        CATALOGUE, matrix.enumerate_cells(CATALOGUE, selection)[:1], [profile], auto=False
+    )[0]
     stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
     settings = RunSettings(scale=scale, deadline=deadline)
     (cell,) = Planner(CATALOGUE, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
@@ -100,7 +143,12 @@ def test_add_memory_plans_the_phases_that_a_case_has(case: str, phases: set[str]
 @pytest.mark.parametrize(
     ("strategy", "profile", "machine", "texts"),
     [
-        ("fsdp", CPU, LAPTOP, ["GiB on the host for 2 ranks", "this machine has 16", "weights 13.19"]),
+        (
+            "fsdp",
+            CPU,
+            LAPTOP,
+            ["GiB on the host for 2 ranks", "this machine has 16", "weights 13.19"],
+        ),
         ("fsdp", CPU, replace(ROOMY, free_gb=8.0), ["has 1000, of which 8 are free"]),
         (
             "ddp",
@@ -114,7 +162,11 @@ def test_add_memory_skips_what_does_not_fit_with_the_numbers(
     strategy: str, profile: Profile, machine: Machine, texts: list[str]
 ) -> None:
     found = planned(strategy=strategy, profile=profile, machine=machine)
-    assert found.variants[0].skip and found.variants[0].skip.kind == "memory" and found.variants[0].memory
+    assert (
+        found.variants[0].skip
+        and found.variants[0].skip.kind == "memory"
+        and found.variants[0].memory
+    )
     assert all(text in str(found.skipped) for text in texts), found.skipped
 
 
@@ -130,12 +182,19 @@ def test_add_memory_keeps_what_fits_and_what_is_unknown() -> None:
 
 def test_choose_reference_takes_the_first_that_fits() -> None:
     layout = Layout("fsdp", 8, "cuda")
-    for gib, host, expected in ((80, 1000, "device"), (32, 1000, "host"), (32, 80, "turns"), (32, 50, "layers")):
+    for gib, host, expected in (
+        (80, 1000, "device"),
+        (32, 1000, "host"),
+        (32, 80, "turns"),
+        (32, 50, "layers"),
+    ):
         profile = Profile("gpu8", "cuda", "nccl", gpus(8, gib))
         machine = replace(LAPTOP, memory_gb=float(host))
         found, reference = choose_reference(QWEN_14B, layout, profile, machine)
         assert reference == expected and too_much(found, profile, machine) is None
-    assert "on the host for 8 ranks" in str(too_much(found, profile, replace(machine, memory_gb=20.0)))
+    assert "on the host for 8 ranks" in str(
+        too_much(found, profile, replace(machine, memory_gb=20.0))
+    )
 
 
 def test_deadline_follows_from_the_plan_unless_the_user_sets_one() -> None:
@@ -143,14 +202,21 @@ def test_deadline_follows_from_the_plan_unless_the_user_sets_one() -> None:
     assert variant.deadline > 3600 > CATALOGUE.cases["train-step"].launch.deadline
     assert variant.expected_s and variant.expected_s * DEADLINE_FACTOR["cpu"] == variant.deadline
     assert planned(deadline=77.0).variants[0].deadline == 77.0
-    node = {"profile": Profile("gpu8", "cuda", "nccl", gpus(8, 80)), "machine": replace(ROOMY, gpus=gpus(8, 80))}
+    node = {
+        "profile": Profile("gpu8", "cuda", "nccl", gpus(8, 80)),
+        "machine": replace(ROOMY, gpus=gpus(8, 80)),
+    }
     assert planned(**node).variants[0].deadline == GPU_DEADLINE_S
-    assert planned(**node, deadline=4000.0).variants[0].deadline == 4000, "the user's own is not capped"
+    assert planned(**node, deadline=4000.0).variants[0].deadline == 4000, (
+        "the user's own is not capped"
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [name for name, spec in CATALOGUE.hardware.items() if spec.gpus])
-def test_full_size_on_a_profile_fits_in_memory_or_is_skipped_and_never_runs_for_hours(name: str, strategy: str) -> None:
+def test_full_size_on_a_profile_fits_in_memory_or_is_skipped_and_never_runs_for_hours(
+    name: str, strategy: str
+) -> None:
     spec = CATALOGUE.hardware[name]
     for gib in (16, 40, 80):
         listed = gpus(spec.gpus, gib)
@@ -165,8 +231,10 @@ def test_full_size_on_a_profile_fits_in_memory_or_is_skipped_and_never_runs_for_
 
 def test_ranks_that_share_a_gpu_need_its_memory_together() -> None:
     """Two ranks of Qwen-14B under FSDP: 50 GiB each fit two GPUs, not one that they share."""
-    for profile, fits in ((Profile("gpu2", "cuda", "nccl", gpus(2, 80)), True),
-                          (Profile("shared", "cuda", "gloo", gpus(1, 80), shared=True), False)):  # fmt: skip
+    for profile, fits in (
+        (Profile("gpu2", "cuda", "nccl", gpus(2, 80)), True),
+        (Profile("shared", "cuda", "gloo", gpus(1, 80), shared=True), False),
+    ):
         need, _ = choose_reference(QWEN_14B, Layout("fsdp", 2, "cuda"), profile, ROOMY)
         reason = too_much(need, profile, ROOMY)
         assert (reason is None) == fits, reason
@@ -189,7 +257,9 @@ def test_attempts_whose_memory_is_known_may_share_a_gpu(
     variant = planned(strategy="ddp", profile=profile, scale=scale, facts=None).variants[0]
     assert variant.skipped is None and variant.share_mb == pytest.approx(share_gib * 1024, abs=1)
     known = planned(strategy="ddp", profile=profile, scale=scale, facts=HALF_B).variants[0]
-    assert known.memory and (not share_gib or known.share_mb == pytest.approx(2 * known.memory.device_rank / 2**20, 1))
+    assert known.memory and (
+        not share_gib or known.share_mb == pytest.approx(2 * known.memory.device_rank / 2**20, 1)
+    )
 
 
 # -- what the stack reports of the real models
@@ -220,9 +290,20 @@ def request(name: str, scale: str = "full", **changes: Any) -> dict[str, Any]:
 
 
 def test_model_facts_have_the_published_number_of_parameters(worker: Any) -> None:
-    found, config = worker.facts(request("qwen1.5-0.5b")), CATALOGUE.raw["model"]["qwen1.5-0.5b"]["config"]
-    assert found["parameters"] == found["trainable"] == found["layers"] * found["layer"] + found["root"] == 463_987_712
-    assert found["layers"] == config["num_hidden_layers"] and found["tied"] == config["tie_word_embeddings"]
+    found, config = (
+        worker.facts(request("qwen1.5-0.5b")),
+        CATALOGUE.raw["model"]["qwen1.5-0.5b"]["config"],
+    )
+    assert (
+        found["parameters"]
+        == found["trainable"]
+        == found["layers"] * found["layer"] + found["root"]
+        == 463_987_712
+    )
+    assert (
+        found["layers"] == config["num_hidden_layers"]
+        and found["tied"] == config["tie_word_embeddings"]
+    )
     assert found["largest"] == config["vocab_size"] * config["hidden_size"]
     assert 0.99 * found["parameters"] < found["split"] < found["parameters"]
     assert ModelSizes(**found) == HALF_B

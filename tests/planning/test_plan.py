@@ -22,8 +22,12 @@ CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")
 CPU_PROFILE = Profile("cpu", "cpu", "gloo")
 VERSIONS = {
-    "torch": "2.13.0+cpu", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "deepspeed": "0.19.8",
-}  # fmt: skip
+    "torch": "2.13.0+cpu",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "peft": "0.21.2",
+    "deepspeed": "0.19.8",
+}
 
 
 def gpus(count: int, name: str = "NVIDIA A100-SXM4-80GB") -> tuple[Gpu, ...]:
@@ -55,8 +59,12 @@ def plans(
     known: catalogue.Catalogue = CATALOGUE,
 ) -> list[CellPlan]:
     settings = settings or RunSettings()
-    cells = place(known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False)[0]
-    return Planner(known, settings, {profile.name: profile}, CPU, {"current": stack or FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
+    cells = place(
+        known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False
+    )[0]
+    return Planner(
+        known, settings, {profile.name: profile}, CPU, {"current": stack or FakeStack()}, {}
+    ).plan(cells)  # type: ignore[dict-item]
 
 
 def variants(*texts: str, **options: Any) -> dict[str, VariantPlan]:
@@ -76,7 +84,9 @@ def test_plan_gives_every_variant_its_settings() -> None:
 
 
 ALONE = FakeStack(versions={"torch": "2.11.0+cu130"})
-NO_NVCC = FakeStack(probe={"imports": {"deepspeed": "MissingCUDAException: CUDA_HOME does not exist"}})
+NO_NVCC = FakeStack(
+    probe={"imports": {"deepspeed": "MissingCUDAException: CUDA_HOME does not exist"}}
+)
 OLDER = FakeStack(versions={**VERSIONS, "torch": "2.7.1"})
 WITHOUT = {name: version for name, version in VERSIONS.items() if name != "deepspeed"}
 UNBUILT = FakeStack(missing={"deepspeed": "no C++ compiler"}, versions=WITHOUT)
@@ -86,27 +96,70 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     ((NORM,), {"profile": SHARED}, "shared", "does not declare `allow_gpu_sharing`"),
     ((*TRAIN, "strategy=zero3"), {"profile": SHARED}, "shared", "strategy zero3 does not declare"),
     ((*TRAIN, "strategy=fsdp"), {"profile": SHARED}, None, ""),
-    ((*TRAIN, "strategy=fsdp"), {"profile": SHARED, "stack": OLDER}, "packages", "shared_gpu needs torch>=2.8"),
-    ((*TRAIN, "strategy=fsdp2"), {"profile": SHARED, "stack": OLDER}, "packages", "shared_gpu needs torch>=2.13"),
-    *(((*TRAIN, f"strategy={name}"), {"profile": HOSTS}, None, "") for name in CATALOGUE.strategies),
+    (
+        (*TRAIN, "strategy=fsdp"),
+        {"profile": SHARED, "stack": OLDER},
+        "packages",
+        "shared_gpu needs torch>=2.8",
+    ),
+    (
+        (*TRAIN, "strategy=fsdp2"),
+        {"profile": SHARED, "stack": OLDER},
+        "packages",
+        "shared_gpu needs torch>=2.13",
+    ),
+    *(
+        ((*TRAIN, f"strategy={name}"), {"profile": HOSTS}, None, "")
+        for name in CATALOGUE.strategies
+    ),
     ((NORM,), {"profile": HOSTS}, None, ""),
-    (("case=device-map-distributed",), {"profile": HOSTS}, "shared", "compute on each other's GPUs"),
+    (
+        ("case=device-map-distributed",),
+        {"profile": HOSTS},
+        "shared",
+        "compute on each other's GPUs",
+    ),
     (("case=qwen-device-map-devices",), {"profile": HOSTS}, "gpus", "needs 2 GPUs"),
     (("case=qwen-remote-code-run",), {"profile": TWO}, "accelerator", "hardware gpu2"),
-    (("case=device-map-distributed",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
+    (
+        ("case=device-map-distributed",),
+        {"profile": EXCLUSIVE},
+        "gpu_mode",
+        "GPU 1 is in exclusive_process mode",
+    ),
     ((NORM,), {"profile": EXCLUSIVE}, None, ""),  # one rank a GPU is what that mode is for
     ((NORM,), {"stack": "no interpreter at /x"}, "stack", "no interpreter at /x"),
     ((*TRAIN, "strategy=ddp"), {"stack": ALONE}, "packages", "(it has none)"),
-    (("case=train-step", "model=qwen-7b"), {"stack": ALONE}, "packages", "transformers"),  # its script imports it
+    (
+        ("case=train-step", "model=qwen-7b"),
+        {"stack": ALONE},
+        "packages",
+        "transformers",
+    ),  # its script imports it
     ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
     ((*TRAIN, "strategy=zero3"), {"stack": UNBUILT}, "build", "no C++ compiler"),
-    ((*TRAIN, "strategy=zero3"), {"stack": NO_NVCC, "profile": TWO}, "build", "CUDA_HOME does not exist"),
+    (
+        (*TRAIN, "strategy=zero3"),
+        {"stack": NO_NVCC, "profile": TWO},
+        "build",
+        "CUDA_HOME does not exist",
+    ),
     ((*TRAIN, "strategy=zero3"), {"stack": NO_NVCC}, None, ""),  # on the CPU it imports
     (("case=tp-heads-not-divisible", "ranks=8"), {}, "ranks", "needs exactly 4"),
     (("case=tp-heads-not-divisible",), {}, None, ""),  # that is what it is about
-    (("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"), {}, "divisible", "14 attention heads"),
+    (
+        ("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"),
+        {},
+        "divisible",
+        "14 attention heads",
+    ),
     ((*TRAIN, TP, "ranks=4"), {}, None, ""),
-    (("case=train-step", "model=llama-2-7b", TP, "flags.lora=true"), {}, "flags", "the strategy is tp"),
+    (
+        ("case=train-step", "model=llama-2-7b", TP, "flags.lora=true"),
+        {},
+        "flags",
+        "the strategy is tp",
+    ),
 ]
 
 
@@ -114,10 +167,12 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
 def test_plan_skips_what_cannot_run_with_its_kind(
     texts: tuple[str, ...], options: dict[str, Any], kind: str | None, words: str
 ) -> None:
-    (plan, *_) = plans(*texts, **options)
+    plan, *_ = plans(*texts, **options)
     skip = plan.variants[0].skip
     assert (skip.kind if skip else None) == kind and words in str(plan.skipped)
-    assert kind is None or all(variant.skipped for variant in plan.variants), "a fix without the unfixed proves nothing"
+    assert kind is None or all(variant.skipped for variant in plan.variants), (
+        "a fix without the unfixed proves nothing"
+    )
 
 
 def test_plan_more_ranks_than_the_machine_holds_raises() -> None:
@@ -126,8 +181,12 @@ def test_plan_more_ranks_than_the_machine_holds_raises() -> None:
 
 
 def test_unmet_requirement_names_the_requirement() -> None:
-    assert not any(unmet_requirement(text, VERSIONS) for text in ("torch>=2.4", "torch==2.13.0", "torch"))
-    assert all(text in str(unmet_requirement(text, VERSIONS)) for text in ("torch<2.4", "colossalai"))
+    assert not any(
+        unmet_requirement(text, VERSIONS) for text in ("torch>=2.4", "torch==2.13.0", "torch")
+    )
+    assert all(
+        text in str(unmet_requirement(text, VERSIONS)) for text in ("torch<2.4", "colossalai")
+    )
 
 
 def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
@@ -136,30 +195,49 @@ def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
 
     assert prints() == prints(settings=RunSettings(jobs=7))
     newer = FakeStack(versions=VERSIONS | {"torch": "2.14.0"})
-    edited, again = (FakeStack(key=key, changed=("torch/a.py",)) for key in ("one", "two"))  # two patches of one file
-    others = [prints(settings=RunSettings(seed=1)), *(prints(stack=stack) for stack in (newer, edited, again))]
+    edited, again = (
+        FakeStack(key=key, changed=("torch/a.py",)) for key in ("one", "two")
+    )  # two patches of one file
+    others = [
+        prints(settings=RunSettings(seed=1)),
+        *(prints(stack=stack) for stack in (newer, edited, again)),
+    ]
     assert len(set().union(prints(), *others)) == 5 * len(prints())
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
     summon = {"summon": case.variants["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
     other = case.model_copy(update={"variants": case.variants | summon})
     changed = prints(known=replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: other}))
-    assert [variant for variant, one, two in zip(case.variants, prints(), changed) if one != two] == ["summon"]
+    assert [
+        variant for variant, one, two in zip(case.variants, prints(), changed) if one != two
+    ] == ["summon"]
 
 
 def on(count: int, name: str, *texts: str) -> list[CellPlan]:
     """What `auto` plans on a node with so many GPUs."""
     machine = replace(CPU, gpus=gpus(count, name))
     profiles = settle_all(["auto"], CATALOGUE.hardware, machine)
-    cells = place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True)[0]
+    cells = place(
+        CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True
+    )[0]
     by_name = {profile.name: profile for profile in profiles}
-    return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
+    return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(
+        cells
+    )  # type: ignore[dict-item]
 
 
 def test_plan_rank_sweep_keeps_pinned_ranks() -> None:
     sizes = {name: variant.world_size for name, variant in variants(NORM, "ranks=8").items()}
-    assert sizes["unfixed"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
+    assert (
+        sizes["unfixed"] == sizes["ddp"] == 8
+        and sizes["three-ranks"] == 3
+        and sizes["four-ranks"] == 4
+    )
     four = variants(NORM, "ranks=4")  # where a variant equals the unfixed one, it proves nothing
-    assert four["four-ranks"].skip and four["four-ranks"].skip.kind == "same" and four["three-ranks"].skip is None
+    assert (
+        four["four-ranks"].skip
+        and four["four-ranks"].skip.kind == "same"
+        and four["three-ranks"].skip is None
+    )
 
 
 @given(st.sampled_from(sorted(CATALOGUE.cases)), st.sampled_from([1, 2, 3, 4, 8]))
@@ -169,7 +247,9 @@ def test_plan_too_few_ranks_are_skipped(case: str, ranks: int) -> None:
         if ranks < found.min_ranks or (ranks != own and not found.supports_other_world_sizes):
             assert plan.variants[0].skip and plan.variants[0].skip.kind == "ranks"
         for variant in plan.variants:
-            assert variant.skipped or variant.world_size == (found.variants[variant.variant].world_size or ranks)
+            assert variant.skipped or variant.world_size == (
+                found.variants[variant.variant].world_size or ranks
+            )
 
 
 def test_plan_counts_devices_apart_from_ranks() -> None:
@@ -180,39 +260,66 @@ def test_plan_counts_devices_apart_from_ranks() -> None:
 
 
 def test_place_measures_on_the_cpu_what_the_gpus_cannot_show() -> None:
-    for plan in on(8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"):
-        assert plan.cell.hardware == plan.profile.name == "cpu" and all(variant.gpus == 0 for variant in plan.variants)
+    for plan in on(
+        8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"
+    ):
+        assert plan.cell.hardware == plan.profile.name == "cpu" and all(
+            variant.gpus == 0 for variant in plan.variants
+        )
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
     placed, elsewhere = place(CATALOGUE, cells, [EXCLUSIVE, CPU_PROFILE], auto=True)
-    assert {cell.hardware for cell in placed} == {"cpu"} and list(elsewhere.values()) == [len(cells)]
+    assert {cell.hardware for cell in placed} == {"cpu"} and list(elsewhere.values()) == [
+        len(cells)
+    ]
 
 
 def test_place_one_gpu_measures_what_it_can() -> None:
     found = on(1, "NVIDIA H200")
     where = {(plan.cell.case, plan.cell.strategy): plan.cell.hardware for plan in found}
     assert where["train-step", "ddp"] == "gpu1-shared" and where["train-step", "fsdp"] == "cpu"
-    on_gpu = [variant for plan in found if plan.cell.hardware == "gpu1-shared" for variant in plan.variants]
+    on_gpu = [
+        variant
+        for plan in found
+        if plan.cell.hardware == "gpu1-shared"
+        for variant in plan.variants
+    ]
     shared = [variant for variant in on_gpu if not variant.skipped]
-    assert shared and all(variant.gpus == 1 and variant.settings["backend"] == "gloo" for variant in shared)
-    assert {plan.variants[0].settings["strategy"]["slug"] for plan in found if plan.profile.shared} == {"ddp"}
+    assert shared and all(
+        variant.gpus == 1 and variant.settings["backend"] == "gloo" for variant in shared
+    )
+    assert {
+        plan.variants[0].settings["strategy"]["slug"] for plan in found if plan.profile.shared
+    } == {"ddp"}
     assert sum(not plan.skipped for plan in found) >= sum(not plan.skipped for plan in plans())
 
 
 def test_sweeps_have_distinct_keys() -> None:
     def keys(*texts: str) -> set[str]:
-        selection = overrides.parse(["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts])
+        selection = overrides.parse(
+            ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts]
+        )
         changes = matrix.overrides_of(compose_run(selection.run), selection.patches)
-        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, overrides=changes)}
+        return {
+            cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, overrides=changes)
+        }
 
     sweeps = [
-        ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"],
-        ["env.OMP_NUM_THREADS=1"], ["env.OMP_NUM_THREADS=2"], ["env.CUDA_MODULE_LOADING=a/b"],
+        ["ranks=2,4,8"],
+        ["steps=5"],
+        ["seed=3"],
+        ["scale=full"],
+        ["model.config.num_hidden_layers=4"],
+        ["env.OMP_NUM_THREADS=1"],
+        ["env.OMP_NUM_THREADS=2"],
+        ["env.CUDA_MODULE_LOADING=a/b"],
         ["env.CUDA_MODULE_LOADING=a:b"],
-    ]  # fmt: skip
+    ]
     found = [keys(*texts) for texts in sweeps]
     usual = [keys("ranks=2"), keys("repeat=3", "jobs=1"), keys("env.NCCL_SOCKET_IFNAME=eth0")]
     assert [keys()] * 3 == usual == [{"train-step/qwen1.5-0.5b-ddp"}] * 3
-    assert len(set().union(*found)) == 11 and all(key.count("/") == 1 for some in found for key in some)
+    assert len(set().union(*found)) == 11 and all(
+        key.count("/") == 1 for some in found for key in some
+    )
 
 
 @pytest.mark.parametrize("value", ["1", "true", "a b/c", "", "x=y,z", "it's {1}"])
@@ -222,22 +329,36 @@ def test_variable_of_the_environment_is_an_override(value: str) -> None:
 
 
 def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
-    texts = ["case=train-step", "model=qwen-14b", "strategy=fsdp", "model.config.num_hidden_layers=2"]
+    texts = [
+        "case=train-step",
+        "model=qwen-14b",
+        "strategy=fsdp",
+        "model.config.num_hidden_layers=2",
+    ]
     selection = overrides.parse(texts)
     known, full = catalogue.load(patches=selection.patches), RunSettings(scale="full")
-    named = matrix.enumerate_cells(known, selection, overrides=matrix.overrides_of(full, selection.patches))
+    named = matrix.enumerate_cells(
+        known, selection, overrides=matrix.overrides_of(full, selection.patches)
+    )
     assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
     found = plans(*texts, settings=full, known=known)[0].variants[0].settings
-    assert found["model"]["config"]["num_hidden_layers"] == 2 and found["model"]["config"]["hidden_size"] == 5120
+    assert (
+        found["model"]["config"]["num_hidden_layers"] == 2
+        and found["model"]["config"]["hidden_size"] == 5120
+    )
     assert found["flags"]["dtype"] == "bfloat16"
 
 
 def test_stack_without_torch_is_one_reason_for_everything() -> None:
     found = plans("case=*", stack=FakeStack(versions={"transformers": "5.23.0"}))
     (reason,) = {plan.skipped for plan in found if "GPU" not in (plan.skipped or "")}
-    assert reason and reason.endswith("--python /python torch transformers accelerate peft deepspeed")
+    assert reason and reason.endswith(
+        "--python /python torch transformers accelerate peft deepspeed"
+    )
 
 
 def test_fix_that_is_a_newer_release_is_named_on_a_stack_that_has_it() -> None:
-    skipped = variants("case=fsdp-generate", "model=qwen1.5-0.5b", "strategy=fsdp")["newer-transformers"].skipped
+    skipped = variants("case=fsdp-generate", "model=qwen1.5-0.5b", "strategy=fsdp")[
+        "newer-transformers"
+    ].skipped
     assert skipped == "the fix is a newer release, which stack current already has"

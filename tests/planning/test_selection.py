@@ -41,14 +41,18 @@ def test_everything_is_every_case_on_its_axes() -> None:
 def test_case_that_is_named_takes_any_model_and_a_glob_only_narrows(
     named: bool, models: list[str], strategies: list[str]
 ) -> None:
-    selection = overrides.Selection(case=["train-step"] if named else ["*"], model=models, strategy=strategies)
+    selection = overrides.Selection(
+        case=["train-step"] if named else ["*"], model=models, strategy=strategies
+    )
     expected = {cell for cell in cells() if cell.model in models and cell.strategy in strategies}
     if not named and not expected:  # no case lists them
         with pytest.raises(ConfigError, match="has no cell"):
             matrix.enumerate_cells(CATALOGUE, selection)
         return
     found = matrix.enumerate_cells(CATALOGUE, selection)
-    assert len(found) == len(set(found)) == (len(models) * len(strategies) if named else len(expected))
+    assert (
+        len(found) == len(set(found)) == (len(models) * len(strategies) if named else len(expected))
+    )
     assert named or set(found) == expected
 
 
@@ -56,8 +60,15 @@ def test_case_that_is_named_takes_any_model_and_a_glob_only_narrows(
 def test_named_case_takes_the_strategies_of_its_file_and_refuses_others(slug: str) -> None:
     case = CATALOGUE.cases[slug]
     known = {cell.strategy for cell in cells(f"case={slug}", "strategy=*")}
-    named = {*case.axes.strategy, *(each.strategy for each in case.variants.values() if each.strategy)}
-    assert {*case.axes.strategy} <= known == named - ({"fsdp2"} if case.options.get("wrap") == "size" else set())
+    named = {
+        *case.axes.strategy,
+        *(each.strategy for each in case.variants.values() if each.strategy),
+    }
+    assert (
+        {*case.axes.strategy}
+        <= known
+        == named - ({"fsdp2"} if case.options.get("wrap") == "size" else set())
+    )
     for name in CATALOGUE.strategies.keys() - known:
         with pytest.raises(ConfigError, match=rf"strategy={name}: case {slug}: .*there are: "):
             cells(f"case={slug}", f"strategy={name}")
@@ -65,7 +76,10 @@ def test_named_case_takes_the_strategies_of_its_file_and_refuses_others(slug: st
 
 def test_keys_of_a_flag_sweep_are_unique_and_safe_as_paths() -> None:
     found = [
-        cell.key for cell in cells("case=qwen15-fsdp-norm-shard", "flags.use_cache=true,false", "flags.call=inner,root")
+        cell.key
+        for cell in cells(
+            "case=qwen15-fsdp-norm-shard", "flags.use_cache=true,false", "flags.call=inner,root"
+        )
     ]
     assert len(found) == len(set(found)) == 4
     assert all(key.count("/") == 1 and ".." not in key for key in found)
@@ -92,12 +106,19 @@ def test_preset_has_a_comment_and_cells(preset: str) -> None:
 
 
 def test_reproducing_stacks_are_those_of_stored_measurements() -> None:
-    found = session.reproduces_on(CATALOGUE, {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
-    assert found["qwen15-fsdp-kv-cache"] == ["colossalai", "torch2.2-tf4.39"]  # nowhere else but in version maps of it
+    found = session.reproduces_on(
+        CATALOGUE, {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"}
+    )
+    assert found["qwen15-fsdp-kv-cache"] == [
+        "colossalai",
+        "torch2.2-tf4.39",
+    ]  # nowhere else but in version maps of it
     assert {"current", "torch2.2-tf4.39"} < set(found["fsdp-tied-embeddings"])
     assert found["train-step"] == ["current"]  # never reproduces: where its file says
     placed = cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=reproducing")
-    expected = {(case, stack) for case, stacks in found.items() for stack in stacks if case != "train-step"}
+    expected = {
+        (case, stack) for case, stacks in found.items() for stack in stacks if case != "train-step"
+    }
     assert {(cell.case, cell.stack) for cell in placed} == expected
 
 
@@ -114,7 +135,10 @@ def test_reproduces_on_prefers_stacks_with_a_lock(
 ) -> None:
     def row(stack: str) -> Any:
         return SimpleNamespace(
-            case="train-step", first=True, counts={"reproduced": 1}, stack=SimpleNamespace(name=stack)
+            case="train-step",
+            first=True,
+            counts={"reproduced": 1},
+            stack=SimpleNamespace(name=stack),
         )
 
     monkeypatch.setattr(runs, "measured_rows", lambda: map(row, stored))
@@ -125,8 +149,11 @@ def test_the_command_line_wins_over_a_preset() -> None:
     assert compose_run(["+matrix=nightly"]).repeat == 3
     assert compose_run(["repeat=1", "+matrix=nightly"]).repeat == 1
     assert {cell.stack for cell in cells("+matrix=seeds", "stack=current")} == {"current"}
-    assert {cell.case for cell in cells("+matrix=seeds", "case=train-step", "model=qwen-7b")} == {"train-step"}
-    # A model of the line narrows what a preset's cases list; it does not put every case on that model.
+    assert {cell.case for cell in cells("+matrix=seeds", "case=train-step", "model=qwen-7b")} == {
+        "train-step"
+    }
+    # A model of the line narrows what a preset's cases list; it does not put every case on that
+    # model.
     narrowed = cells("+matrix=seeds", "model=qwen-7b")
     assert {cell.model for cell in narrowed} == {"qwen-7b"}
     assert all("qwen-7b" in CATALOGUE.cases[cell.case].axes.model for cell in narrowed)
@@ -134,7 +161,11 @@ def test_the_command_line_wins_over_a_preset() -> None:
 
 def test_presets_add_up_and_a_cell_is_measured_once() -> None:
     both = cells("+matrix=[smoke,nightly]")
-    assert len(both) == len(set(both)) == len(set(cells("+matrix=smoke")) | set(cells("+matrix=nightly")))
+    assert (
+        len(both)
+        == len(set(both))
+        == len(set(cells("+matrix=smoke")) | set(cells("+matrix=nightly")))
+    )
 
 
 HEAD = "# @package _global_\n"
@@ -153,20 +184,56 @@ HEAD = "# @package _global_\n"
         (["list", "+matrix=sedes"], None, "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], None, "+matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], None, "'stak' is not in"),
-        (["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"], None, "seeds.yaml: matrix.seeds: unknown model"),
-        (["bisect", "fsdp-generate", "+matrix=seeds", "--good", "4.40", "--bad", "4.50"], None, "+matrix=seeds"),
-        (["list", "+matrix=bad"], HEAD + "matrix: {b: {modle: x}}", "bad.yaml: matrix.b: unknown key 'modle'"),
-        (["list", "+matrix=bad"], HEAD + "matrix: {b: {case: [unknwon]}}", "matrix.b: unknown case 'unknwon'"),
-        (["list", "+matrix=bad"], HEAD + "matrix: {b: {case: [train-step}}", "bad.yaml:2: not valid YAML"),
-        (["list", "+matrix=bad"], HEAD + "matrix: {b: {hardware: cpu}, c: {hardware: gpu8}}", "different hardware"),
-        (["list", "+matrix=bad"], HEAD, "+matrix=bad: it has no block"),  # it stood for the whole catalogue
-        (["list", "+matrix=bad"], "matrix: {b: {case: train-step}}", "begins with the line '# @package _global_'"),
+        (
+            ["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"],
+            None,
+            "seeds.yaml: matrix.seeds: unknown model",
+        ),
+        (
+            ["bisect", "fsdp-generate", "+matrix=seeds", "--good", "4.40", "--bad", "4.50"],
+            None,
+            "+matrix=seeds",
+        ),
+        (
+            ["list", "+matrix=bad"],
+            HEAD + "matrix: {b: {modle: x}}",
+            "bad.yaml: matrix.b: unknown key 'modle'",
+        ),
+        (
+            ["list", "+matrix=bad"],
+            HEAD + "matrix: {b: {case: [unknwon]}}",
+            "matrix.b: unknown case 'unknwon'",
+        ),
+        (
+            ["list", "+matrix=bad"],
+            HEAD + "matrix: {b: {case: [train-step}}",
+            "bad.yaml:2: not valid YAML",
+        ),
+        (
+            ["list", "+matrix=bad"],
+            HEAD + "matrix: {b: {hardware: cpu}, c: {hardware: gpu8}}",
+            "different hardware",
+        ),
+        (
+            ["list", "+matrix=bad"],
+            HEAD,
+            "+matrix=bad: it has no block",
+        ),  # it stood for the whole catalogue
+        (
+            ["list", "+matrix=bad"],
+            "matrix: {b: {case: train-step}}",
+            "begins with the line '# @package _global_'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_selection_exits_with_2_and_names_what_is_wrong(
-    words: list[str], preset: str | None, message: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    words: list[str],
+    preset: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if preset is not None:
         monkeypatch.setenv(CONFIG_PATH, str(tmp_path))
         (tmp_path / "matrix").mkdir()

@@ -1,4 +1,5 @@
-"""Bad command lines, files, disks and homes: exit code 2 and a message that names the cause, never a traceback."""
+"""Bad command lines, files, disks and homes: exit code 2 and a message that names the cause, never
+a traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def refused(capsys: Capsys, *words: str) -> str:
         ("list stack=torch2.2-tf4.93", "did you mean 'torch2.2-tf4.39'?"),
         ("list shard=9/8", "shard=9/8: not PART/PARTS"),
         ("list shard=1/8", "`repro matrix --dry-run shard=...`"),
-        ("list model.config.num_hidden_layer=4", "no model has that key; did you mean 'num_hidden_layers'?"),
+        (
+            "list model.config.num_hidden_layer=4",
+            "no model has that key; did you mean 'num_hidden_layers'?",
+        ),
         ("matrix --dry-run model.config.num_hidden_layers=four", "'four' is not of type int"),
         ("show ddp*", "`repro show` takes one case"),
         ("show ddp-module-bypass case=train-step", "case=train-step"),
@@ -75,7 +79,11 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_glob_that_matches_only_an_invalid_file_names_its_error(conf: Path, capsys: Capsys) -> None:
     (conf / "case" / "bad-one.yaml").write_text("slug: bad-one\nkind: failur\n")
     error = refused(capsys, "list", "case=bad-*")
-    assert "bad-one.yaml: " in error and "did you mean 'failure'" in error and "unknown case" not in error
+    assert (
+        "bad-one.yaml: " in error
+        and "did you mean 'failure'" in error
+        and "unknown case" not in error
+    )
 
 
 def test_file_with_another_ending_is_named(conf: Path, capsys: Capsys) -> None:
@@ -94,7 +102,9 @@ def test_closed_stdout_is_named() -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard output" in done.stderr
 
 
-def test_new_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+def test_new_on_a_full_disk_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
     (tmp_path / "repro.toml").write_text('conf = "failures"\nscripts = "failures/scripts"\n')
     (tmp_path / "failures/scripts").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -114,12 +124,18 @@ def test_new_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
 def test_results_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "afile"
     file.write_text("x")
-    for open_results in (Store(file).open, Store(file / "below").open, lambda: runs.begin(file, [])):
+    for open_results in (
+        Store(file).open,
+        Store(file / "below").open,
+        lambda: runs.begin(file, []),
+    ):
         with pytest.raises(ResultsError, match="afile"):
             open_results()
 
 
-@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOENT])  # ENOENT: HOME=/proc/nothing
+@pytest.mark.parametrize(
+    "error", [errno.EROFS, errno.EACCES, errno.ENOENT]
+)  # ENOENT: HOME=/proc/nothing
 def test_path_that_cannot_be_written_is_named_with_a_remedy(
     error: int, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:

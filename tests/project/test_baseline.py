@@ -1,4 +1,5 @@
-"""The published measurements: valid, complete, and every signature bound to a real observation that it matches."""
+"""The published measurements: valid, complete, and every signature bound to a real observation that
+it matches."""
 
 from __future__ import annotations
 
@@ -41,11 +42,15 @@ def judged() -> list[Any]:
 @cache
 def reproduced() -> set[str]:
     """The cases that a stored attempt shows reproducing."""
-    variants = [(each["case"], variant) for each in documents() for variant in each["variants"].values()]
+    variants = [
+        (each["case"], variant) for each in documents() for variant in each["variants"].values()
+    ]
     return {
-        case for case, variant in variants for attempt in variant["attempts"]
+        case
+        for case, variant in variants
+        for attempt in variant["attempts"]
         if attempt["outcome"]["outcome"] == "reproduced"
-    }  # fmt: skip
+    }
 
 
 def test_stored_results_are_complete_and_valid() -> None:
@@ -58,19 +63,25 @@ def test_stored_results_are_complete_and_valid() -> None:
 def test_stored_results_fit_the_json_schema() -> None:
     schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
-    one = {each["case"]: each for each in sorted(documents(), key=lambda each: -len(str(each)))}  # the smallest
+    one = {
+        each["case"]: each for each in sorted(documents(), key=lambda each: -len(str(each)))
+    }  # the smallest
     assert len(one) > 1
     for document in one.values():
-        problem = next(validator.iter_errors({k: v for k, v in document.items() if k != "path"}), None)
+        problem = next(
+            validator.iter_errors({k: v for k, v in document.items() if k != "path"}), None
+        )
         assert problem is None, f"{document['path']}: {problem and problem.message}"
 
 
-# Cases that no machine of ours can make reproduce, with what they wait for: named, so that the list cannot grow
-# silently.
+# Cases that no machine of ours can make reproduce, with what they wait for: named, so that the list
+# cannot grow silently.
 UNSEEN = {"qwen-device-map-devices": "two GPUs"}
 
 
-@pytest.mark.parametrize("case", [case.slug for case in CATALOGUE.cases.values() if case.kind == "failure"])
+@pytest.mark.parametrize(
+    "case", [case.slug for case in CATALOGUE.cases.values() if case.kind == "failure"]
+)
 def test_failure_has_a_stored_observation_that_its_signature_matches(case: str) -> None:
     if case in UNSEEN and case not in reproduced():
         pytest.skip(f"its observation waits for {UNSEEN[case]}")
@@ -87,8 +98,13 @@ def test_signatures_match_other_cases_only_as_declared() -> None:
             if outcome["outcome"] != "reproduced":
                 continue  # an unfixed variant that shows another case instead is SIGNATURE_MISMATCH
             for other in {item["case"] for item in outcome["recognized"]} - {case.slug}:
-                both = case.slug in CATALOGUE.cases[other].also_matches or other in case.also_matches
-                assert both, f"{case.slug}'s unfixed variant also shows {other}: neither declares also_matches"
+                both = (
+                    case.slug in CATALOGUE.cases[other].also_matches or other in case.also_matches
+                )
+                assert both, (
+                    f"{case.slug}'s unfixed variant also shows {other}: neither declares"
+                    " also_matches"
+                )
 
 
 def test_expectations_have_stored_results_and_a_missing_or_changed_one_is_named() -> None:
@@ -97,23 +113,32 @@ def test_expectations_have_stored_results_and_a_missing_or_changed_one_is_named(
         assert unsupported(case, own) == []
         for key, document in own.items():
             others = {at: each for at, each in own.items() if at != key}
-            verdicts = {variant: {**found, "name": "FLAKY"} for variant, found in document["verdicts"].items()}
+            verdicts = {
+                variant: {**found, "name": "FLAKY"}
+                for variant, found in document["verdicts"].items()
+            }
             if _ends(case, document):
                 assert unsupported(case, others), document["path"]
-                assert unsupported(case, {**own, key: {**document, "verdicts": verdicts}}), document["path"]
+                assert unsupported(case, {**own, key: {**document, "verdicts": verdicts}}), (
+                    document["path"]
+                )
 
 
 def _ends(case: Any, document: dict[str, Any]) -> bool:
     have = document["stack"]["versions"]
     return any(
-        document["params"] in entry.cells and any(end.items() <= have.items() for end in entry.measured_at)
+        document["params"] in entry.cells
+        and any(end.items() <= have.items() for end in entry.measured_at)
         for entry in case.expect
     )
 
 
 def _results(document: dict[str, Any]) -> Any:
     variants, verdicts = document["variants"].items(), document["verdicts"].items()
-    outcomes = {name: [made["outcome"]["outcome"] for made in variant["attempts"]] for name, variant in variants}
+    outcomes = {
+        name: [made["outcome"]["outcome"] for made in variant["attempts"]]
+        for name, variant in variants
+    }
     return outcomes, {name: as_expected(verdict["name"]) for name, verdict in verdicts}
 
 
@@ -132,10 +157,18 @@ def test_baseline_agrees_with_its_expectations() -> None:
         for variant, stored in document["verdicts"].items():
             wanted = expect.expected(case, document["params"], variant, *at)
             found = verdict.Verdict(
-                **{**stored, "failure_ids": tuple(root_cause.FailureId(**item) for item in stored["failure_ids"])}
+                **{
+                    **stored,
+                    "failure_ids": tuple(
+                        root_cause.FailureId(**item) for item in stored["failure_ids"]
+                    ),
+                }
             )
             where = f"{document['path']} {variant}"
-            assert expect.compare(found, wanted and Basis((wanted,))) in ("expected", "no_expectation"), where
+            assert expect.compare(found, wanted and Basis((wanted,))) in (
+                "expected",
+                "no_expectation",
+            ), where
             assert expect.failure_note(found, wanted and Basis((wanted,))) == "", where
 
 
@@ -148,4 +181,6 @@ def test_named_stack_has_each_cell_measured_or_skipped_with_a_reason(stack: str)
     rows = [row for row in load_rows(BASELINE) if row.stack.name == stack]
     cells = {cell.key for cell in enumerate_cells(CATALOGUE, parse([f"stack={stack}"]))}
     assert cells - {row.cell_id for row in rows} == set()
-    assert [row.cell_id for row in rows if not row.skipped and len(row.evidence_attempts) < ATTEMPTS] == []
+    assert [
+        row.cell_id for row in rows if not row.skipped and len(row.evidence_attempts) < ATTEMPTS
+    ] == []

@@ -15,7 +15,9 @@ from bench.plants import table
 @pytest.mark.ranks
 def test_launch_measures_both_launchers(tmp_path: Path) -> None:
     out = tmp_path / "launch.json"
-    launch.main(["--kinds", "fsdp", "--ranks", "2", "--warm", "2", "--cold", "1", "--out", str(out)])
+    launch.main(
+        ["--kinds", "fsdp", "--ranks", "2", "--warm", "2", "--cold", "1", "--out", str(out)]
+    )
     (row,) = json.loads(out.read_text())["rows"]
     assert row["cold"]["cpu_s"] > row["forkserver"]["cpu_s"] > 0 and row["server"]["cpu_s"] > 0
 
@@ -25,11 +27,17 @@ def test_catalogue_runs_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     words = ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", "repeat=1", "hardware=cpu"]
     row = catalogue.run("forkserver", tmp_path / "results", words)
-    assert row["exit_code"] in (0, 1, 3) and row["attempts"] >= 1 and row["cpu_s"] > row["attempts_cpu_s"] > 0
+    assert (
+        row["exit_code"] in (0, 1, 3)
+        and row["attempts"] >= 1
+        and row["cpu_s"] > row["attempts_cpu_s"] > 0
+    )
     assert catalogue.outcomes(tmp_path / "results")
 
 
-def test_probe_takes_off_the_cost_of_the_search_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_takes_off_the_cost_of_the_search_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     costs = iter([(True, 10.0), (False, 4.0)])
 
     def command(*words: str, env: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -47,7 +55,9 @@ def test_match_reads_every_kind_of_log(tmp_path: Path) -> None:
     assert [bool(row["names"]) for row in rows] == [False, False, True, True]
 
 
-def test_report_times_the_baseline_and_synthetic_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_times_the_baseline_and_synthetic_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "report.json"
     monkeypatch.setattr("sys.argv", ["report", "--rows", "20", "--output", str(output)])
     report.main()
@@ -61,6 +71,8 @@ def test_page_of_planted_errors_shows_what_was_measured() -> None:
     assert table.PAGE.read_text() == table.page(measured)
     counted = [row for row in measured["planted"] if "answer" in row]
     assert sum(row["right"] for row in counted) >= 0.95 * len(counted)
-    assert len(measured["healthy"]) >= 100 and all(row["verdict"] == "agrees" for row in measured["healthy"])
+    assert len(measured["healthy"]) >= 100 and all(
+        row["verdict"] == "agrees" for row in measured["healthy"]
+    )
     for strategy in table.STRATEGIES:
         assert len({row["kind"] for row in counted if row["strategy"] == strategy}) >= 16

@@ -1,8 +1,10 @@
-"""Every script on ranks with a made-up GPU (tests/fake_cuda/devices.py): no variant mixes its tensors with the CPU's.
+"""Every script on ranks with a made-up GPU (tests/fake_cuda/devices.py): no variant mixes its
+tensors with the CPU's.
 
-Only mixtures are looked for: the innermost frame of another error is the made-up GPU's, so that few signatures match.
-What cannot run so: cases for the CPU only, and those of OTHER_DEVICES. A variant that needs the stack `current` runs
-beside an unfixed one of another stack; vLLM is made up, too (tests/fake_cuda/vllm.py).
+Only mixtures are looked for: the innermost frame of another error is the made-up GPU's, so that few
+signatures match. What cannot run so: cases for the CPU only, and those of OTHER_DEVICES. A variant
+that needs the stack `current` runs beside an unfixed one of another stack; vLLM is made up, too
+(tests/fake_cuda/vllm.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ OTHER_DEVICES = {
     "qwen-device-map-devices": "each rank has two GPUs",
     "tp-plan-auto": "transformers itself chooses the device, and takes the CPU",
 }
-ON_GPUS = sorted(slug for slug, case in CASES.items() if case.accelerator != "cpu" and slug not in OTHER_DEVICES)
+ON_GPUS = sorted(
+    slug for slug, case in CASES.items() if case.accelerator != "cpu" and slug not in OTHER_DEVICES
+)
 GROUPS = (
     "colossalai",
     "d",
@@ -43,7 +47,8 @@ GROUPS = (
 
 
 def run_on_made_up_gpus(folder: Path, *words: str, plant: str = "") -> tuple[str, dict[str, Any]]:
-    """What was said, and ``case/model-strategy variant`` -> its attempt and verdict, of what was launched on GPUs."""
+    """What was said, and ``case/model-strategy variant`` -> its attempt and verdict, of what was
+    launched on GPUs."""
     fault = f"FAKE_CUDA_DEVICES={plant or 1}"
     words = (*words, "hardware=gpu8", "repeat=1", "deadline=60")
     _, said, documents = matrix(folder, [FakeGpu() for _ in range(8)], *words, fault=fault)
@@ -52,13 +57,17 @@ def run_on_made_up_gpus(folder: Path, *words: str, plant: str = "") -> tuple[str
         document = json.loads(path.read_text(encoding="utf-8"))
         for name, variant in document.get("variants", {}).items():
             if variant["attempts"]:
-                found[f"{document['cell_id']} {name}"] = variant["attempts"][-1], document["verdicts"].get(name, {})
+                found[f"{document['cell_id']} {name}"] = (
+                    variant["attempts"][-1],
+                    document["verdicts"].get(name, {}),
+                )
     assert documents, said
     return said, found
 
 
 def mixtures(found: dict[str, Any]) -> dict[str, str]:
-    """Return the first line of each error of the made-up GPU, whether or not the attempt counts as reproduced."""
+    """Return the first line of each error of the made-up GPU, whether or not the attempt counts as
+    reproduced."""
     errors: dict[str, str] = {}
     for name, (attempt, _) in found.items():
         for rank in attempt["observation"]["ranks"]:
@@ -69,17 +78,25 @@ def mixtures(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_rotary_tables_and_ignored_parameters_are_on_the_gpu(tmp_path: Path) -> None:
-    """Two mixtures that this found: what a reference's forward left in the model, and what FSDP does not move."""
-    words = ["case=train-step,fsdp-optim-state-padding", "model=qwen-7b", "variants=[control,ignored-states]"]
+    """Two mixtures that this found: what a reference's forward left in the model, and what FSDP
+    does not move."""
+    words = [
+        "case=train-step,fsdp-optim-state-padding",
+        "model=qwen-7b",
+        "variants=[control,ignored-states]",
+    ]
     said, found = run_on_made_up_gpus(tmp_path, *words, "strategy=fsdp")
     assert len(found) == 3
     assert mixtures(found) == {}, said
 
 
 PLANTS = {
-    "inputs": "same device", "factory": "same device", "reference": "same device", "collective": "No backend type",
+    "inputs": "same device",
+    "factory": "same device",
+    "reference": "same device",
+    "collective": "No backend type",
     "numpy": "to numpy",
-}  # fmt: skip
+}
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PLANTS if name != "inputs"]
@@ -109,7 +126,11 @@ def test_no_variant_mixes_devices(group: str, tmp_path: Path) -> None:
     launched = {(name.partition("/")[0], name.rpartition(" ")[2]) for name in found}
     here = [slug for slug in cases if not slug.startswith("colossalai")]  # which is not installed
     assert launched >= {(slug, name) for slug in here for name in CASES[slug].variants}
-    late = {name for name, (attempt, _) in found.items() if attempt["outcome"].get("infra_error") == TOO_SLOW}
+    late = {
+        name
+        for name, (attempt, _) in found.items()
+        if attempt["outcome"].get("infra_error") == TOO_SLOW
+    }
     assert not late, "they were ended before they had moved all tensors"
 
 

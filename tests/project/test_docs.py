@@ -1,7 +1,8 @@
-"""The README and the documentation site: commands parse, links lead somewhere, the reference is complete.
+"""The README and the documentation site: commands parse, links lead somewhere, the reference is
+complete.
 
-What the commands do is shown by the tests of each command; most of docs/guides/own-catalog.md is run by
-test_wheel, the nightly job by test_nightly_jobs.
+What the commands do is shown by the tests of each command; most of docs/guides/own-catalog.md is
+run by test_wheel, the nightly job by test_nightly_jobs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ USERS = ("odd-batch", "my-case", "empty-list", "odd-*")  # cases that a page has
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the arguments of each indented command line; a line that ends with a backslash continues."""
+    """Return the arguments of each indented command line; a line that ends with a backslash
+    continues."""
     found, whole = [], re.sub(r"\\\n\s+", " ", text)
-    for line in re.findall(r"^ {4,}(?:\$ )?((?:\.venv/bin/)?(?:repro|make|pytest) .*)$", whole, re.M):
+    for line in re.findall(
+        r"^ {4,}(?:\$ )?((?:\.venv/bin/)?(?:repro|make|pytest) .*)$", whole, re.M
+    ):
         arguments = shlex.split(line.replace("…", "x"), comments=True)
         while "&&" in arguments:
             found.append(arguments[: arguments.index("&&")])
@@ -48,19 +52,28 @@ def commands(text: str) -> list[list[str]]:
     return [[Path(each[0]).name, *each[1:]] for each in found]
 
 
-COMMANDS = {f"{name}: {shlex.join(each)}": each for name, text in TEXTS.items() for each in commands(text)}
+COMMANDS = {
+    f"{name}: {shlex.join(each)}": each for name, text in TEXTS.items() for each in commands(text)
+}
 
 
 def test_commands_are_found_in_most_pages() -> None:
     assert len(COMMANDS) > 90 and len({name.partition(":")[0] for name in COMMANDS}) > 12
 
 
-@pytest.mark.parametrize("name", [name for name, arguments in COMMANDS.items() if arguments[0] == "repro"])
+@pytest.mark.parametrize(
+    "name", [name for name, arguments in COMMANDS.items() if arguments[0] == "repro"]
+)
 def test_command_parses(name: str) -> None:
     command, *arguments = (each.replace("CASE", "fsdp-generate") for each in COMMANDS[name][1:])
     try:
         _, args = cli.parsed(command, arguments)
-        if command in SELECTS and "--module" not in arguments and "--" not in arguments and not name.count("./"):
+        if (
+            command in SELECTS
+            and "--module" not in arguments
+            and "--" not in arguments
+            and not name.count("./")
+        ):
             case = [f"case={args.case}"] if command == "run" and args.case else []
             if not any(own in " ".join(arguments) for own in USERS):
                 session.ask([*case, *args.overrides])
@@ -76,7 +89,13 @@ def test_every_command_has_an_example() -> None:
 def test_make_targets_exist() -> None:
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     named = {target for text in TEXTS.values() for target in re.findall(r"`make\s([a-z-]+)", text)}
-    named |= {target for each in COMMANDS.values() if each[0] == "make" for target in each[1:] if target.islower()}
+    named |= {
+        target
+        for each in COMMANDS.values()
+        if each[0] == "make"
+        for target in each[1:]
+        if target.islower()
+    }
     assert len(named) > 8 and not named - known
 
 
@@ -90,7 +109,9 @@ def test_tests_that_a_page_names_exist() -> None:
 def test_links_outside_the_site_lead_to_a_file() -> None:
     for name, text in TEXTS.items():  # also those of docs/, which are read on GitHub
         targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
-        assert not [target for target in targets if not ((ROOT / name).parent / target).exists()], name
+        assert not [target for target in targets if not ((ROOT / name).parent / target).exists()], (
+            name
+        )
 
 
 def test_every_guide_and_concept_is_in_the_readme() -> None:
@@ -107,24 +128,46 @@ def test_answer_in_the_readme_is_what_the_published_results_show() -> None:
 
 def test_figures_and_names_of_the_readme_are_those_of_the_code() -> None:
     readme = TEXTS["README.md"]
-    assert set(re.findall(r"`([A-Z_]{5,})`", readme.split("| verdict |")[1].split("\n\n")[0])) == VERDICTS
+    assert (
+        set(re.findall(r"`([A-Z_]{5,})`", readme.split("| verdict |")[1].split("\n\n")[0]))
+        == VERDICTS
+    )
     codes = re.findall(r"\b(\d+) ", readme.split("Exit codes: ")[1].split("<!--")[0])
     assert set(map(int, codes)) == set(ExitCode)
     python = re.search(r"Python (3\.\d+) or newer", readme)
-    assert python and f'requires-python = ">={python[1]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert python and f'requires-python = ">={python[1]}"' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
     minutes = re.search(r"about (\d+) minutes on (\d+) cores", readme)
     bench = json.loads((ROOT / "bench" / "catalogue.json").read_text(encoding="utf-8"))
-    took = [run["wall_s"] for each in bench["rounds"] for run in each["runs"] if run["launcher"] == "forkserver"]
+    took = [
+        run["wall_s"]
+        for each in bench["rounds"]
+        for run in each["runs"]
+        if run["launcher"] == "forkserver"
+    ]
     assert minutes and int(minutes[2]) == bench["machine"]["cores"]
     assert min(took) / 60 - 1 <= int(minutes[1]) <= max(took) / 60 + 1
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built with --strict: a dead link, a wrong anchor or a page outside the navigation is an error."""
+    """The site, built with --strict: a dead link, a wrong anchor or a page outside the navigation
+    is an error."""
     pytest.importorskip("material", reason="of the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", ROOT / "mkdocs.yml", "-d", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        ROOT / "mkdocs.yml",
+        "-d",
+        folder,
+    ]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,7 +176,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.xdist_group("docs")
 def test_site_lists_every_command_and_key(site: Path) -> None:
-    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html")}
+    pages = {
+        path.parent.name: path.read_text(encoding="utf-8")
+        for path in (site / "reference").rglob("index.html")
+    }
     assert not [command for command in cli.COMMANDS if f"repro {command}" not in pages["commands"]]
     keys = schema.Case.model_fields.keys() - {"expect"}
     assert not [key for key in keys if f"<code>{key}</code>" not in pages["case"]]
@@ -145,4 +191,6 @@ def test_site_lists_every_command_and_key(site: Path) -> None:
 @pytest.mark.xdist_group("docs")
 def test_site_loads_nothing_from_another_host(site: Path) -> None:
     text = (site / "index.html").read_text(encoding="utf-8")
-    assert not re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"https?://[^\"]+\.(?:js|css|png|woff2?)", text)
+    assert not re.findall(
+        r"<(?:script|img|link)[^>]+(?:src|href)=\"https?://[^\"]+\.(?:js|css|png|woff2?)", text
+    )

@@ -1,4 +1,5 @@
-"""How far the CPU predicts a real GPU: the page is computed from the stored runs, and what differs is explained."""
+"""How far the CPU predicts a real GPU: the page is computed from the stored runs, and what differs
+is explained."""
 
 from __future__ import annotations
 
@@ -13,5 +14,7 @@ def test_every_disagreement_is_explained_and_nothing_else() -> None:
     runs = agreement.compared()
     found = [(run, gpu.key, gpu.variant) for run, _, gpu in agreement.disagreements(runs)]
     assert sorted(found) == sorted(agreement.explanations())
-    counts = [sum(each) for each in zip(*(case.counts for cases in runs.values() for case in cases))]
+    counts = [
+        sum(each) for each in zip(*(case.counts for cases in runs.values() for case in cases))
+    ]
     assert counts == [176, 179], "README and the guides say so"

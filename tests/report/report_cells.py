@@ -11,16 +11,25 @@ from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.page_model import Cell, cells_of
 from repro_matrix.results.rows import Row, rows_of
 
-HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"
+)
 
 
-def stored_cell(verdict: str = "FIXED", state: str = "expected", error: str = "boom", **changes: Any) -> dict[str, Any]:
+def stored_cell(
+    verdict: str = "FIXED", state: str = "expected", error: str = "boom", **changes: Any
+) -> dict[str, Any]:
     """The stored result of a cell: ``unfixed`` fails with ``error``, ``fix`` has the verdict."""
-    failing = observation(failed(0, exception("RuntimeError", error)), failed(1, exception("RuntimeError", error)))
+    failing = observation(
+        failed(0, exception("RuntimeError", error)), failed(1, exception("RuntimeError", error))
+    )
     passing = observation(ok(0), ok(1))
     works = verdict in ("FIXED", "PASSED")
     result = document(
-        {"unfixed": [("reproduced", failing)], "fix": [("passed", passing) if works else ("other_failure", failing)]},
+        {
+            "unfixed": [("reproduced", failing)],
+            "fix": [("passed", passing) if works else ("other_failure", failing)],
+        },
         {"fix": verdict},
         **changes,
     )

@@ -32,20 +32,30 @@ def mixed() -> list[Cell]:
 
 def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None:
     xml = JUnitXml.fromstring(to_junit(mixed(), head(mixed()), REMARKS).encode())
-    kinds = {f"{test.classname.rpartition('.')[2]} {test.name}": [type(one) for one in test.result]
-             for suite in xml for test in suite}  # fmt: skip
+    kinds = {
+        f"{test.classname.rpartition('.')[2]} {test.name}": [type(one) for one in test.result]
+        for suite in xml
+        for test in suite
+    }
     assert kinds["some-case m/fsdp fix"] == kinds["news m/fsdp fix"] == []
     assert kinds["loud m/fsdp fix"] == [Failure] and kinds["away m/fsdp fix"] == [Skipped]
     assert kinds["results damaged 1"] == kinds["results damaged 2"] == [Error]
     assert (xml.failures, xml.errors, xml.skipped) == (1, 2, 2)
-    assert all(one.time > 0 for suite in xml for one in suite if one.name == "m/fsdp fix" and suite.name != "away")
+    assert all(
+        one.time > 0
+        for suite in xml
+        for one in suite
+        if one.name == "m/fsdp fix" and suite.name != "away"
+    )
 
 
 def test_junit_names_both_failures_of_the_same_verdict() -> None:
     odd = cell("DIFFERENT_FAILURE", "unexpected")
     note = "expected failure: check a; this one: check b"
     unfixed, fix = odd.rows
-    cells = [replace(odd, rows=(unfixed, replace(fix, expected_verdict="DIFFERENT_FAILURE", note=note)))]
+    cells = [
+        replace(odd, rows=(unfixed, replace(fix, expected_verdict="DIFFERENT_FAILURE", note=note)))
+    ]
     xml = JUnitXml.fromstring(to_junit(cells, head(cells), Remarks()).encode())
     (message,) = (each.result[0].message for suite in xml for each in suite if each.result)
     assert "check a" in message and "check b" in message
@@ -64,10 +74,20 @@ def test_every_format_reads_hostile_text() -> None:
 def test_json_is_valid_by_its_schema() -> None:
     claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "supported", "2 measurements")
     value = json.loads(to_json(mixed(), head(mixed()), [claim], ["results/x"], "now", REMARKS))
-    jsonschema.validate(value, json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")))
-    assert value["unread"] == ["x.json: damaged"] and "a note" in value["notes"] and value["counts"]["reproduced"] == 4
+    jsonschema.validate(
+        value,
+        json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")),
+    )
+    assert (
+        value["unread"] == ["x.json: damaged"]
+        and "a note" in value["notes"]
+        and value["counts"]["reproduced"] == 4
+    )
     odd = next(row for row in value["rows"] if row["expected"] == "unexpected")
-    assert odd["command"] == "repro run loud model=m strategy=fsdp variants=fix" and odd["expectation"] == "FIXED"
+    assert (
+        odd["command"] == "repro run loud model=m strategy=fsdp variants=fix"
+        and odd["expectation"] == "FIXED"
+    )
 
 
 def test_markdown_of_each_kind_of_result() -> None:
@@ -75,7 +95,9 @@ def test_markdown_of_each_kind_of_result() -> None:
     path = Path(__file__).parent / "snapshots" / "report.md"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), "if that is intended: UPDATE_SNAPSHOTS=1 pytest"
+    assert text == path.read_text(encoding="utf-8"), (
+        "if that is intended: UPDATE_SNAPSHOTS=1 pytest"
+    )
 
 
 @given(st.integers(0, 300), st.text(max_size=400))

@@ -51,7 +51,9 @@ def test_silence_without_a_terminal_is_interrupted_by_what_runs(
         assert not capsys.readouterr().err
 
 
-def test_line_of_a_cell_is_short_and_names_a_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_of_a_cell_is_short_and_names_a_reason_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     progress = Progress(cases={})
     reason = "needs 2 GPUs " + "x" * 900
     skipped = document({"unfixed": reason, "fix": reason}, {})

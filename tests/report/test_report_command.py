@@ -42,28 +42,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_a_page_a_site_and_the_formats(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     site = folder.parent / "site"
     assert main(["report", str(folder), "--site", str(site)]) == 0
     assert {path.name for path in site.iterdir()} == {"index.html", "badge.json", f"{SLUG}.html"}
     badge = json.loads((site / "badge.json").read_text(encoding="utf-8"))
-    assert badge["schemaVersion"] == 1 and badge["label"] == "known failures" and badge["color"] in ("red", "green")
+    assert (
+        badge["schemaVersion"] == 1
+        and badge["label"] == "known failures"
+        and badge["color"] in ("red", "green")
+    )
     capsys.readouterr()
     assert main(["report", str(folder), "--format", "json"]) == 0
     assert {row["case"] for row in json.loads(capsys.readouterr().out)["rows"]} == {SLUG}
     for name in ("junit", "markdown"):
-        assert main(["report", str(folder), "--format", name, "--output", str(folder.parent / name)]) == 0
+        assert (
+            main(["report", str(folder), "--format", name, "--output", str(folder.parent / name)])
+            == 0
+        )
         assert (folder.parent / name).stat().st_size > 50
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [(["case=fsdp-generat"], "did you mean"), (["cas=x"], "did you mean 'case'"),
-     (["--output", "{here}"], "cannot be written"), (["--output", "{here}/x.json"], "read as evidence"),
-     (["--site", "{here}/site", "--format", "json"], "--site"), (["--history", "{here}/no"], "no such folder")],
-)  # fmt: skip
+    [
+        (["case=fsdp-generat"], "did you mean"),
+        (["cas=x"], "did you mean 'case'"),
+        (["--output", "{here}"], "cannot be written"),
+        (["--output", "{here}/x.json"], "read as evidence"),
+        (["--site", "{here}/site", "--format", "json"], "--site"),
+        (["--history", "{here}/no"], "no such folder"),
+    ],
+)
 def test_report_names_bad_input(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
 ) -> None:
@@ -71,13 +85,19 @@ def test_report_names_bad_input(
     assert main(["report", str(folder), *given]) == 2 and part in capsys.readouterr().err
 
 
-def test_report_of_a_folder_without_results_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_folder_without_results_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path)]) == 2 and "no results" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "missing")]) == 2
 
 
-def test_report_of_a_run_that_measured_nothing_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.ENDED}))
+def test_report_of_a_run_that_measured_nothing_is_not_green(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / runs.MANIFEST).write_text(
+        json.dumps({"schema": 1, "texts": [], "state": runs.ENDED})
+    )
     assert main(["report", str(tmp_path)]) == 3
     assert "Nothing was measured." in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -95,7 +115,9 @@ def test_report_of_damaged_evidence_reports_the_rest_and_is_not_green(
     assert "other.json" in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_report_of_deleted_evidence_names_the_cell_each_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_deleted_evidence_names_the_cell_each_time(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = store(folder, "other", model="n")
     assert main(["report", str(folder)]) == 0
     for path in (other, *folder.rglob("cell.json")):  # one of two, then the last one
@@ -106,8 +128,12 @@ def test_report_of_deleted_evidence_names_the_cell_each_time(folder: Path, capsy
             assert f"{path}: missing" in " ".join(capsys.readouterr().err.split())
 
 
-def test_report_names_a_cell_that_is_lost_with_its_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned = [f"cpu {stored_cell()['stack']['name']} {SLUG}/{name}" for name in ("cell", "other", "late")]
+def test_report_names_a_cell_that_is_lost_with_its_rows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = [
+        f"cpu {stored_cell()['stack']['name']} {SLUG}/{name}" for name in ("cell", "other", "late")
+    ]
     for state, code in ((runs.UNFINISHED, 3), (runs.ENDED, 0)):
         store(folder, "other", model="n")
         runs.note(folder, [], state, planned[2:], planned=planned)
@@ -130,7 +156,9 @@ def test_report_names_unknown_cases_and_how_to_continue_an_interrupted_run(
     path = folder / "cpu" / "stack" / "of-another-team" / "cell.json"
     path.parent.mkdir()
     write_json(path, stored_cell(case="of-another-team") | {"cell_id": "of-another-team/cell"})
-    (folder / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.UNFINISHED}))
+    (folder / runs.MANIFEST).write_text(
+        json.dumps({"schema": 1, "texts": [], "state": runs.UNFINISHED})
+    )
     assert main(["report", str(folder), "--format", "markdown"]) == 3
     out = capsys.readouterr().out.replace("\\", "")
     assert out.count("of-another-team") == 1 and "repro matrix --resume results=" in out
@@ -154,7 +182,9 @@ def test_report_shows_the_history_of_nightly_runs(
     history.store_run(tmp_path, run)
     command = ["report", str(folder), "--history", str(tmp_path)]
     assert main([*command, "--format", "text"]) == 0
-    assert "has no earlier run that passed" in " ".join(capsys.readouterr().out.split()), "not compared with itself"
+    assert "has no earlier run that passed" in " ".join(capsys.readouterr().out.split()), (
+        "not compared with itself"
+    )
     history.store_run(tmp_path, replace(run, run_id="monday", started=run.started - 9))
     assert main(command) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Products as GPUs compute them stay within half of every tolerance, TF32 is far outside; emulated on the CPU.
+"""Products as GPUs compute them stay within half of every tolerance, TF32 is far outside; emulated
+on the CPU.
 
-A GPU adds in another order and may keep more digits on the way, or split a float32 product into TF32 parts. The trained
-half of a check computes so, the reference as usual.
+A GPU adds in another order and may keep more digits on the way, or split a float32 product into
+TF32 parts. The trained half of a check computes so, the reference as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ aten = torch.ops.aten
 
 
 def tf32(tensor: Any) -> Any:
-    """A float32 tensor as a tensor core reads it under TF32: 10 bits of mantissa, rounded to nearest."""
+    """A float32 tensor as a tensor core reads it under TF32: 10 bits of mantissa, rounded to
+    nearest."""
     return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
@@ -62,7 +64,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.product, self.calls = product, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         named = kwargs or {}
         bias, factors = ([args[0]], args[1:]) if function is aten.addmm.default else ([], args)
         known = function in (aten.addmm.default, aten.mm.default, aten.bmm.default)
@@ -74,8 +78,22 @@ class Products(TorchDispatchMode):
 
 def a_run(name: str, work_dir: Path) -> Run:
     model = model_settings(RAW[name], "tiny", "random")
-    settings = {"case": "c", "variant": "control", "flags": {}, "model": model, "strategy": {"slug": "ddp"}, "steps": 2}
-    settings |= {"seed": 0, "tp_size": 1, "devices": 1, "device": "cpu", "backend": "gloo", "work_dir": str(work_dir)}
+    settings = {
+        "case": "c",
+        "variant": "control",
+        "flags": {},
+        "model": model,
+        "strategy": {"slug": "ddp"},
+        "steps": 2,
+    }
+    settings |= {
+        "seed": 0,
+        "tp_size": 1,
+        "devices": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "work_dir": str(work_dir),
+    }
     return Run(settings, Record(None, 0, 1))
 
 
@@ -89,7 +107,9 @@ def trained(run: Run, model: Any) -> tuple[list[float], list[dict[str, Any]]]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        parameters.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        parameters.append(
+            {name: value.detach().clone() for name, value in model.named_parameters()}
+        )
     return losses, parameters
 
 
@@ -97,10 +117,16 @@ def used(run: Run) -> dict[str, float]:
     """How much of its tolerance each numeric check used."""
     found = {}
     for check in run.record.data["checks"]:
-        if check["tolerance"] and check["name"] != "rounding":  # how much rounding moves the reference itself
+        if (
+            check["tolerance"] and check["name"] != "rounding"
+        ):  # how much rounding moves the reference itself
             sides = check["actual"], check["expected"], check["tolerance"]
-            actual, expected, allowed = (each if isinstance(each, list) else [each] for each in sides)
-            found[check["name"]] = max(abs(a - e) / t for a, e, t in zip(actual, expected, allowed * len(actual)))
+            actual, expected, allowed = (
+                each if isinstance(each, list) else [each] for each in sides
+            )
+            found[check["name"]] = max(
+                abs(a - e) / t for a, e, t in zip(actual, expected, allowed * len(actual))
+            )
     return found
 
 
@@ -130,17 +156,31 @@ def shares(name: str, products: dict[str, Product], work_dir: Path) -> dict[str,
     return found
 
 
-KINDS: dict[str, Product] = {"exact": exact, "split": split, "three_tf32": three_tf32, "one_tf32": one_tf32}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(RAW) if name != "qwen1.5-0.5b"]
+KINDS: dict[str, Product] = {
+    "exact": exact,
+    "split": split,
+    "three_tf32": three_tf32,
+    "one_tf32": one_tf32,
+}
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in sorted(RAW) if name != "qwen1.5-0.5b"
+]
 
 
 @pytest.mark.parametrize("name", ["qwen1.5-0.5b", *SLOW])
-def test_products_of_a_gpu_are_within_half_of_every_tolerance_and_tf32_is_not(name: str, tmp_path: Path) -> None:
+def test_products_of_a_gpu_are_within_half_of_every_tolerance_and_tf32_is_not(
+    name: str, tmp_path: Path
+) -> None:
     found = shares(name, KINDS, tmp_path)
-    assert all(each.keys() == {"loss", "gradient", "updates", "logits", "losses", "weights"} for each in found.values())
+    assert all(
+        each.keys() == {"loss", "gradient", "updates", "logits", "losses", "weights"}
+        for each in found.values()
+    )
     for kind in ("exact", "split", "three_tf32"):
         assert max(found[kind].values()) < 0.5, (kind, found[kind])
     outside = found["one_tf32"]
-    assert min(outside[check] for check in ("gradient", "updates", "logits", "weights")) > 10, outside
+    assert min(outside[check] for check in ("gradient", "updates", "logits", "weights")) > 10, (
+        outside
+    )
     # Why not ten times: docs/contributing/gpu-evidence.md, "TF32 and losses".
     assert min(outside["loss"], outside["losses"]) > 3, outside

@@ -1,4 +1,5 @@
-"""Models as the ranks build them: tiny configurations, weights drawn one parameter at a time, device maps."""
+"""Models as the ranks build them: tiny configurations, weights drawn one parameter at a time,
+device maps."""
 
 from __future__ import annotations
 
@@ -36,9 +37,17 @@ def run_of(name: str, strategy: str = "ddp", **changes: Any) -> Any:
     model = model_settings(CATALOGUE.raw["model"][name], "tiny", "random")
     record = SimpleNamespace(data={"effects": [], "metrics": {}, "facts": {}})
     values = {
-        "model": model, "seed": 3, "device": torch.device("cpu"), "world_size": 1, "tp_size": 1, "flags": {}, "rank": 0,
-        "options": dict(CATALOGUE.raw["strategy"][strategy]["options"]), "fact": lambda *_: None, "record": record,
-    }  # fmt: skip
+        "model": model,
+        "seed": 3,
+        "device": torch.device("cpu"),
+        "world_size": 1,
+        "tp_size": 1,
+        "flags": {},
+        "rank": 0,
+        "options": dict(CATALOGUE.raw["strategy"][strategy]["options"]),
+        "fact": lambda *_: None,
+        "record": record,
+    }
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -61,7 +70,9 @@ def test_tiny_config_keeps_preserved_keys_and_fits_tp(name: str) -> None:
     names = [module for module, _ in model.named_modules()]
     unmatched = [pattern for pattern in tp_plan(model) if not fnmatch.filter(names, pattern)]
     assert not unmatched, "parallelize_module would only warn"
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == real["tie_word_embeddings"]
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == real[
+        "tie_word_embeddings"
+    ]
     assert torch.isfinite(model(**batch(run, 0), use_cache=False).loss)
 
 
@@ -72,16 +83,25 @@ def stand_in() -> tuple[Any, torch.Tensor]:
 
 def test_remote_code_model_generates_without_cache_and_survives_saving(tmp_path: Path) -> None:
     model, ids = stand_in()
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    call = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     assert torch.equal(model.generate(ids, **call), model.generate(ids, use_cache=False, **call))
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, config=model.config).eval()
     held, loaded = ({**each.state_dict(), **dict(each.named_buffers())} for each in (model, again))
-    assert held.keys() == loaded.keys() and all(torch.equal(held[name], loaded[name]) for name in held)
+    assert held.keys() == loaded.keys() and all(
+        torch.equal(held[name], loaded[name]) for name in held
+    )
 
 
 @pytest.mark.parametrize("load", ["config_of", "fetch_code"])
-def test_remote_code_copy_is_locked_between_ranks(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_copy_is_locked_between_ranks(
+    load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoConfig, dynamic_module_utils
 
     copying = threading.Lock()
@@ -96,7 +116,10 @@ def test_remote_code_copy_is_locked_between_ranks(load: str, monkeypatch: pytest
     monkeypatch.setattr(dynamic_module_utils, "get_class_from_dynamic_module", copy)
     folder = REPROS / "remote_code" / "qwen_v1"
     run: Any = SimpleNamespace(model={"remote_code": "qwen_v1", "config": {}})
-    calls = {"config_of": lambda: models.config_of(run), "fetch_code": lambda: models.fetch_code(str(folder), folder)}
+    calls = {
+        "config_of": lambda: models.config_of(run),
+        "fetch_code": lambda: models.fetch_code(str(folder), folder),
+    }
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(calls[load]) for _ in range(4)]:
             done.result()
@@ -125,7 +148,8 @@ def test_drawn_parameter_depends_on_seed_and_name_only(name: str) -> None:
 
 @pytest.fixture(params=["gloo"])
 def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process group of one; ``fake``: of four, whose first rank this is (collectives do nothing, shards are real)."""
+    """A process group of one; ``fake``: of four, whose first rank this is (collectives do nothing,
+    shards are real)."""
     import torch.distributed as dist
 
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
@@ -151,13 +175,17 @@ def test_sharded_draw_holds_one_whole_unit_at_most(strategy: str, group: None) -
         out = draw(*args, **kwargs)
         alive = [parameter for made in weights.made.values() if (parameter := made()) is not None]
         local = [p.to_local() if hasattr(p, "to_local") else p for p in alive]
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() // 4 for p in local}
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() // 4 for p in local
+        }
         most = max(most, out.numel() + sum(storages.values()))
         return out
 
     weights.draw = counting  # type: ignore[method-assign]
     STRATEGIES[strategy](run, model, 0.1, weights)
-    assert 0 < most <= total / 4 + 1.1 * unit < total, "its shards, and the unit that is being drawn"
+    assert 0 < most <= total / 4 + 1.1 * unit < total, (
+        "its shards, and the unit that is being drawn"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "tp"])
@@ -166,7 +194,9 @@ def test_sharded_draw_equals_the_draw_of_one_process(strategy: str, group: None)
         model, weights = drawable(run_of(name, strategy))
         actual = dict(STRATEGIES[strategy](run_of(name, strategy), model, 0.1, weights).each())
         expected = dict(build(run_of(name)).named_parameters())
-        assert set(actual) == set(expected) and all(torch.equal(actual[key], expected[key]) for key in expected)
+        assert set(actual) == set(expected) and all(
+            torch.equal(actual[key], expected[key]) for key in expected
+        )
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen-14b"])
@@ -180,14 +210,18 @@ def test_draw_includes_the_adapter_in_its_dtype(name: str) -> None:
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
     with weights.filled(model):
         trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-        assert trained and all("lora_" in key and float(p.detach().float().norm()) > 0 for key, p in trained.items())
+        assert trained and all(
+            "lora_" in key and float(p.detach().float().norm()) > 0 for key, p in trained.items()
+        )
 
 
 def test_hub_weights_are_read_by_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     whole = build(run_of("qwen1.5-0.5b"), torch.bfloat16)
     whole.save_pretrained(str(tmp_path), max_shard_size="300KB")
-    assert json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))[
+        "weight_map"
+    ]
     run = run_of("qwen1.5-0.5b")
     run.model = {**run.model, "weights": "hub", "hub": str(tmp_path)}
     model, weights = drawable(run, torch.bfloat16)
@@ -195,7 +229,9 @@ def test_hub_weights_are_read_by_parameter(tmp_path: Path, monkeypatch: pytest.M
     weights.fill(model)
     expected = dict(whole.named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
-    other, drawn = drawable(run, torch.bfloat16, seed=9)  # what a checkpoint is loaded into: not the published weights
+    other, drawn = drawable(
+        run, torch.bfloat16, seed=9
+    )  # what a checkpoint is loaded into: not the published weights
     assert not torch.equal(drawn.fill(other).lm_head.weight, expected["model.embed_tokens.weight"])
 
 
@@ -209,7 +245,10 @@ def test_bf16_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None
     for added, exact in ((None, expected), (bias, expected + bias.double())):
         actual = products._product(a, b, added)
         assert actual.dtype == torch.bfloat16
-        assert float((actual.double() - exact).norm() / exact.norm()) < 2 * torch.finfo(torch.bfloat16).eps / 4
+        assert (
+            float((actual.double() - exact).norm() / exact.norm())
+            < 2 * torch.finfo(torch.bfloat16).eps / 4
+        )
     out = products._mm(a.float(), b.float())  # what is float32 stays as it is
     assert torch.equal(out, a.float() @ b.float())
     floats = [tensor.float() for tensor in (bias, a, b)]
@@ -222,10 +261,13 @@ def test_bf16_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("places", "split"),
     [
-        ({"a": 0, "b": 1}, True), ({"": 0}, False), ({"a": 1, "b": 1}, False), ({"a": 0, "b": "cpu"}, False),
+        ({"a": 0, "b": 1}, True),
+        ({"": 0}, False),
+        ({"a": 1, "b": 1}, False),
+        ({"a": 0, "b": "cpu"}, False),
         ({"a": 0, "b": "disk"}, False),
     ],
-)  # fmt: skip
+)
 def test_only_a_device_map_of_several_gpus_is_split(
     case: str, model: str, places: dict[str, Any], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,5 +284,9 @@ def test_only_a_device_map_of_several_gpus_is_split(
         checks[name] = actual == expected
 
     flags = {"device_map": "auto"}
-    script.load_mapped(run_of(model, devices=2, world_size=2, device_kind="cuda", flags=flags, check=check), "x", True)
+    script.load_mapped(
+        run_of(model, devices=2, world_size=2, device_kind="cuda", flags=flags, check=check),
+        "x",
+        True,
+    )
     assert checks["split"] == split

@@ -1,4 +1,5 @@
-"""Tensors on disk, one at a time: the store, norms in chunks, and a reference whose weights are on disk."""
+"""Tensors on disk, one at a time: the store, norms in chunks, and a reference whose weights are on
+disk."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.in
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(SHAPES, DTYPES), max_size=5))
-def test_tensor_store_returns_what_was_stored(tmp_path_factory: Any, wanted: list[tuple[list[int], Any]]) -> None:
+def test_tensor_store_returns_what_was_stored(
+    tmp_path_factory: Any, wanted: list[tuple[list[int], Any]]
+) -> None:
     path = tmp_path_factory.mktemp("shelf") / "first"
     tensors = {str(i): torch.randn(shape).to(dtype) for i, (shape, dtype) in enumerate(wanted)}
     writer = Writer(path)
@@ -68,8 +71,10 @@ def test_norm_in_chunks_equals_the_norm(size: int, chunk: int, across: bool) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "CHUNK", chunk)
         for actual, expected in (
-            (norms.norm(a), a), (norms.norm(a, b), a - b), (norms.norm(a, b, c, d), (a - b) - (c - d)),
-        ):  # fmt: skip
+            (norms.norm(a), a),
+            (norms.norm(a, b), a - b),
+            (norms.norm(a, b, c, d), (a - b) - (c - d)),
+        ):
             assert actual == pytest.approx(float(expected.norm()), rel=1e-5)
         a[-1, -1] = math.inf
         assert norms.norm(a) == math.inf
@@ -86,7 +91,9 @@ def drawn(name: str, kind: str = "plain", dtype: Any = torch.float32) -> tuple[A
     """What is recorded of the run, and a fresh start."""
     model_of = model_settings(CATALOGUE.raw["model"][name], "tiny", "random")
     model_of["config"] = {**model_of["config"], "num_hidden_layers": 2}
-    run: Any = SimpleNamespace(model=model_of, seed=3, device=torch.device("cpu"), flags={}, record=None)
+    run: Any = SimpleNamespace(
+        model=model_of, seed=3, device=torch.device("cpu"), flags={}, record=None
+    )
     model, weights = drawable(run, dtype)
     if kind == "lora":
         model = lora_to_draw(run, model, weights)
@@ -110,11 +117,15 @@ def trained(start: Any, run: Any, folder: Path | None) -> tuple[list[float], lis
 
 def same(one: Any, other: Any) -> bool:
     pairs = zip(one[1], other[1], strict=True)
-    return one[0] == other[0] and all(list(a) == list(b) and all(torch.equal(a[n], b[n]) for n in a) for a, b in pairs)
+    return one[0] == other[0] and all(
+        list(a) == list(b) and all(torch.equal(a[n], b[n]) for n in a) for a, b in pairs
+    )
 
 
 def hooks(model: Any) -> list[int]:
-    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +134,24 @@ def hooks(model: Any) -> list[int]:
         ("qwen1.5-0.5b", "plain", "float32", True),  # tied, with biases
         ("llama-2-7b", "plain", "bfloat16", False),
         ("llama-3.2-1b", "checkpointing", "float32", False),  # tied
-        ("qwen-1.8b", "plain", "float32", False),  # first generation: one fused projection, remote code
-        ("qwen-1.8b", "checkpointing", "float32", True),  # the reentrant kind: a backward inside the backward
+        (
+            "qwen-1.8b",
+            "plain",
+            "float32",
+            False,
+        ),  # first generation: one fused projection, remote code
+        (
+            "qwen-1.8b",
+            "checkpointing",
+            "float32",
+            True,
+        ),  # the reentrant kind: a backward inside the backward
         ("qwen1.5-0.5b", "lora", "float32", False),  # most parameters are frozen
     ],
 )
-def test_offloaded_step_is_bitwise_equal(name: str, kind: str, dtype: str, perturbed: bool, tmp_path: Path) -> None:
+def test_offloaded_step_is_bitwise_equal(
+    name: str, kind: str, dtype: str, perturbed: bool, tmp_path: Path
+) -> None:
     if kind == "lora":
         pytest.importorskip("peft")
     run, start = drawn(name, kind, getattr(torch, dtype))
@@ -139,7 +162,9 @@ def test_offloaded_step_is_bitwise_equal(name: str, kind: str, dtype: str, pertu
     moved = [key for key in whole[1][0] if not torch.equal(whole[1][0][key], whole[1][-1][key])]
     assert moved and len(set(whole[0])) == STEPS, "something was trained"
     assert not (tmp_path / "weights").exists(), "nothing is left behind"
-    assert {p.device.type for p in start.bare.parameters()} == {"meta"}, "and the model is as it was"
+    assert {p.device.type for p in start.bare.parameters()} == {"meta"}, (
+        "and the model is as it was"
+    )
     assert hooks(start.bare) == hooked, "with the hooks that it had"
 
 
@@ -148,7 +173,9 @@ def test_checks_with_an_offloaded_reference_pass_and_fail(tmp_path: Path) -> Non
     for factor in (1.0, 1.01):
         run, model = a_run(work_dir=str(tmp_path), reference="layers"), Tiny()
         reference = pass_criteria.Reference(run, model)
-        assert all(map(torch.equal, Tiny().state_dict().values(), model.state_dict().values())), "it is as it was"
+        assert all(map(torch.equal, Tiny().state_dict().values(), model.state_dict().values())), (
+            "it is as it was"
+        )
         found = trained_against(reference, run, model, factor)
         states[factor] = {name: check.state for name, check in found.items()}
     assert set(states[1.0].values()) == {"passed"}, states
@@ -173,7 +200,9 @@ def test_offloaded_step_moves_one_module_at_a_time(tmp_path: Path) -> None:
 
     with Counting(start.bare, start.value, pass_criteria.LR, tmp_path / "weights") as streamed:
         for step in range(2):
-            streamed.step(lambda model, step=step: model(**batch(run, 0, step), use_cache=False).loss)
+            streamed.step(
+                lambda model, step=step: model(**batch(run, 0, step), use_cache=False).loss
+            )
         held = {id(p): p.untyped_storage().nbytes() for p in start.bare.parameters()}
         assert sum(held.values()) == 4 * len(held), "one element each"
     assert 0 < most <= 2 * max(sizes) < sum(sizes) / 2

@@ -14,7 +14,9 @@ import pytest
 EMPTY, USED = ({"entries": entries} for entries in ([], [{"record_id": 0}]))
 
 
-@pytest.mark.parametrize(("nccl", "found"), [(EMPTY, 0), (None, 0), ({"entries": [{"record_id": 7}]}, 7)])
+@pytest.mark.parametrize(
+    ("nccl", "found"), [(EMPTY, 0), (None, 0), ({"entries": [{"record_id": 7}]}, 7)]
+)
 def test_recorder_of_gloo_is_read_where_nccls_is_empty(
     nccl: object, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -26,8 +28,12 @@ def test_recorder_of_gloo_is_read_where_nccls_is_empty(
     assert dump and dump["entries"][0]["record_id"] == found
 
 
-@pytest.mark.parametrize(("minor", "prefix"), [(7, "TORCH_NCCL_"), (8, "TORCH_FR_"), (11, "TORCH_FR_")])
-def test_recorder_is_configured_by_the_names_that_a_release_prefers(minor: int, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("minor", "prefix"), [(7, "TORCH_NCCL_"), (8, "TORCH_FR_"), (11, "TORCH_FR_")]
+)
+def test_recorder_is_configured_by_the_names_that_a_release_prefers(
+    minor: int, prefix: str
+) -> None:
     given = nccl_environment((2, minor), 60, Path("x"))
     names = [name for name in given if name.endswith(("BUFFER_SIZE", "TEMP_FILE"))]
     assert len(names) == 2 and all(name.startswith(prefix) for name in names)

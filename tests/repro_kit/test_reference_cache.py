@@ -1,4 +1,5 @@
-"""A reference that one attempt leaves for others: taken only where everything it depends on is the same."""
+"""A reference that one attempt leaves for others: taken only where everything it depends on is the
+same."""
 
 from __future__ import annotations
 
@@ -55,17 +56,28 @@ def referenced(run: Run, model: Any = None, **more: Any) -> str:
 def test_second_attempt_reuses_the_reference(tmp_path: Path) -> None:
     one, other, third = (a_rank(tmp_path, name) for name in ("one", "other", "third"))
     calls.clear()
-    assert referenced(one, Counted()) == "one" and len(calls) == 2 * one.steps  # plain and perturbed
+    assert (
+        referenced(one, Counted()) == "one" and len(calls) == 2 * one.steps
+    )  # plain and perturbed
     calls.clear()
     assert referenced(other, Counted()) == "one" and not calls
-    first, second = (pass_criteria.Reference(a_rank(tmp_path / place, "a"), Counted()) for place in ("", "elsewhere"))
+    first, second = (
+        pass_criteria.Reference(a_rank(tmp_path / place, "a"), Counted())
+        for place in ("", "elsewhere")
+    )
     assert second.truth() == first.truth() and second.noise() == first.noise()
-    assert all(torch.equal(first.after(w)[n], second.after(w)[n]) for w in ("first", "last") for n in first.after(w))
+    assert all(
+        torch.equal(first.after(w)[n], second.after(w)[n])
+        for w in ("first", "last")
+        for n in first.after(w)
+    )
     found = trained_against(pass_criteria.Reference(third, model := Tiny()), third, model)
     assert {check.state for check in found.values()} == {"passed"}
 
 
-def test_rank_with_a_changed_reference_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_with_a_changed_reference_has_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave = Common.leave
 
     def late(self: Any, key: str, made: Path) -> bool:
@@ -91,13 +103,23 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     "evaluated": lambda model: model.inner.eval(),
     "dtype": lambda model: model.to(torch.bfloat16),
 }
-DIFFERENT: dict[str, dict[str, Any]] = {  # name -> settings of the run, a change of the model, arguments
+DIFFERENT: dict[
+    str, dict[str, Any]
+] = {  # name -> settings of the run, a change of the model, arguments
     **{name: {"change": change} for name, change in MODELS.items()},
     "flag that was read": {"read": "dtype"},
-    **{str(each): {"settings": each} for each in (
-        {"steps": 3}, {"seed": 1}, {"case": "d"}, {"model": {"config": {"vocab_size": 29}}})},
-    "ranks": {"more": {"ranks": 3}}, "mixed precision": {"more": {"computes_in": torch.bfloat16}},
-}  # fmt: skip
+    **{
+        str(each): {"settings": each}
+        for each in (
+            {"steps": 3},
+            {"seed": 1},
+            {"case": "d"},
+            {"model": {"config": {"vocab_size": 29}}},
+        )
+    },
+    "ranks": {"more": {"ranks": 3}},
+    "mixed precision": {"more": {"computes_in": torch.bfloat16}},
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -122,7 +144,9 @@ def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lambda: monkeypatch.setattr(sys, "executable", "/another/python"),
         lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
         lambda: monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "yes"),
-        lambda: monkeypatch.setattr(pass_criteria, "batch", None),  # nothing: the default argument is bound already
+        lambda: monkeypatch.setattr(
+            pass_criteria, "batch", None
+        ),  # nothing: the default argument is bound already
     ]
     for number, change in enumerate(changes, 1):
         change()
@@ -132,7 +156,9 @@ def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_key_ignores_flags_that_are_read_later(tmp_path: Path) -> None:
     referenced(a_rank(tmp_path, "one"))
     other = a_rank(tmp_path, "other")
-    dict.__setitem__(other.flags, "sabotage", "no_reduction")  # as train_step.py reads it: after the reference
+    dict.__setitem__(
+        other.flags, "sabotage", "no_reduction"
+    )  # as train_step.py reads it: after the reference
     assert referenced(other) == "one" and other.flags["sabotage"] == "no_reduction"
 
 
@@ -178,7 +204,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @given(st.text(), st.text())
-def test_cache_returns_files_of_the_same_key_only(tmp_path_factory: Any, key: str, other: str) -> None:
+def test_cache_returns_files_of_the_same_key_only(
+    tmp_path_factory: Any, key: str, other: str
+) -> None:
     folder = tmp_path_factory.mktemp("common")
     one = Common(folder / "run", "one")
     assert one.leave(key, folder_with(folder / "made"))
@@ -220,7 +248,9 @@ def test_changed_entry_is_not_reused(name: str, tmp_path: Path) -> None:
     whole = name == "nothing"
     assert other.take("the key", tmp_path / "taken") == ("one" if whole else None)
     assert (tmp_path / "taken").exists() is whole
-    assert other.leave("the key", folder_with(tmp_path / "again")) is not whole  # the first that is complete stays
+    assert (
+        other.leave("the key", folder_with(tmp_path / "again")) is not whole
+    )  # the first that is complete stays
     assert other.take("the key", tmp_path / "then") and contents(tmp_path / "then") == FILES
 
 
@@ -244,10 +274,16 @@ def test_cache_evicts_the_oldest_unused_entries(tmp_path: Path) -> None:
     assert [one.take(key, tmp_path / f"taken-{key}") for key in "abc"] == [None, "one", "one"]
     assert contents(tmp_path / "used") == FILES
     assert one.leave("large", folder_with(tmp_path / "large", scale=5))  # it stays alone
-    assert [one.take(key, tmp_path / f"then-{key}") for key in ("b", "c", "large")] == [None, None, "one"]
+    assert [one.take(key, tmp_path / f"then-{key}") for key in ("b", "c", "large")] == [
+        None,
+        None,
+        "one",
+    ]
 
 
-def test_cache_on_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_on_a_full_disk_stores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert not Common(tmp_path / "run", "one").leave("the key", folder_with(tmp_path / "made"))

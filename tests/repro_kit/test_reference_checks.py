@@ -30,9 +30,18 @@ torch = pytest.importorskip("torch", reason="needs the stack `current`")
 
 BAD = [math.nan, math.inf, -math.inf]
 SETTINGS: dict[str, Any] = {
-    "case": "c", "variant": "control", "flags": {}, "model": {"config": {"vocab_size": 30}}, "strategy": {"slug": "x"},
-    "steps": 2, "seed": 0, "tp_size": 1, "devices": 1, "device": "cpu", "backend": "gloo",
-}  # fmt: skip
+    "case": "c",
+    "variant": "control",
+    "flags": {},
+    "model": {"config": {"vocab_size": 30}},
+    "strategy": {"slug": "x"},
+    "steps": 2,
+    "seed": 0,
+    "tp_size": 1,
+    "devices": 1,
+    "device": "cpu",
+    "backend": "gloo",
+}
 
 
 def a_run(**changes: Any) -> Run:
@@ -60,7 +69,8 @@ def test_max_difference_of_tensors(bad: float) -> None:
 
 
 def compared(now: dict[str, Any], moved: float = 3.0) -> tuple[float, float, str]:
-    """``a`` may be off by FACTOR x 0.1, ``b`` by FACTOR x 0.05, ``c`` by nothing; the whole moved by 5."""
+    """``a`` may be off by FACTOR x 0.1, ``b`` by FACTOR x 0.05, ``c`` by nothing; the whole moved
+    by 5."""
     expected = {name: torch.zeros(2) for name in "abc"}
     noise, stored = {"a": 0.1, "b": 0.03, "c": 0.0}, {"a": 0.0, "b": 0.04, "c": 0.0}
     tensors = {name: torch.tensor([value, 0.0]) for name, value in now.items()}
@@ -78,7 +88,9 @@ def test_worst_tensor_is_relative_to_its_tolerance() -> None:
     assert compared({"a": 0.1, "b": math.nan, "c": 0.1})[2] == "b", "a NaN before an infinity"
     assert compared({"a": 0.1, "b": 0.1, "other": 9.0})[2] == "b"
     assert compared({"a": 0.0}) == (math.inf, 0.0, "b"), "it is missing"
-    assert math.isnan(compared({"a": 0.0, "b": 0.0}, moved=0.0)[0]), "nothing moved: nothing is proven"
+    assert math.isnan(compared({"a": 0.0, "b": 0.0}, moved=0.0)[0]), (
+        "nothing moved: nothing is proven"
+    )
     assert pass_criteria.compare({}, {}, {}, {}, {}, "dcab")["subject"] == "missing: a, b, c"
 
 
@@ -99,7 +111,9 @@ def test_observed_batch_is_that_of_the_first_step() -> None:
     assert all(map(math.isnan, own.seen())) and own.calls == 0
     model(**(first := pass_criteria.batch(run, 0, 0))).loss.backward()
     ids, seen = first["input_ids"].flatten().double(), own.seen()
-    assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
+    assert (
+        seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
+    )
     model(**pass_criteria.batch(run, 0, 1)).loss.backward()
     assert own.seen() == seen and own.calls == 2
 
@@ -107,14 +121,21 @@ def test_observed_batch_is_that_of_the_first_step() -> None:
 @pytest.mark.parametrize(
     ("shared", "seen", "state"),
     [
-        (False, [[1.0, 2.0], [3.0, 4.0]], "passed"), (False, [[1.0, 2.0], [1.0, 4.0]], "failed"),
-        (False, [[1.0, 2.0], [3.0, 2.0]], "failed"), (False, [[1.0, 2.0], [3.0, math.nan]], "failed"),
-        (True, [[1.0, 2.0], [1.0, 4.0]], "passed"), (True, [[1.0, 2.0], [3.0, 2.0]], "failed"),
+        (False, [[1.0, 2.0], [3.0, 4.0]], "passed"),
+        (False, [[1.0, 2.0], [1.0, 4.0]], "failed"),
+        (False, [[1.0, 2.0], [3.0, 2.0]], "failed"),
+        (False, [[1.0, 2.0], [3.0, math.nan]], "failed"),
+        (True, [[1.0, 2.0], [1.0, 4.0]], "passed"),
+        (True, [[1.0, 2.0], [3.0, 2.0]], "failed"),
         (True, [[math.nan, 2.0]] * 2, "failed"),
     ],
-)  # fmt: skip
+)
 def test_batches_check_detects_shared_batches(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, seen: list[list[float]], state: str
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+    seen: list[list[float]],
+    state: str,
 ) -> None:
     run = a_run(work_dir=str(tmp_path))
     reference = pass_criteria.Reference(run, Tiny(), same_batch=shared)
@@ -128,15 +149,23 @@ def test_losses_are_averaged_over_ranks(tmp_path: Any, monkeypatch: pytest.Monke
     def states(mine: list[float], others: float) -> list[str]:
         run = a_run(work_dir=str(tmp_path))
         run.world_size = 2
-        monkeypatch.setattr(pass_criteria, "gather", lambda of, padded: [padded, [loss + others for loss in truth]])
+        monkeypatch.setattr(
+            pass_criteria, "gather", lambda of, padded: [padded, [loss + others for loss in truth]]
+        )
         reference.check_losses(run, mine)
         return [checks_of(run)[name].state for name in ("steps", "loss")]
 
     reference = pass_criteria.Reference(a_run(work_dir=str(tmp_path)), Tiny())
     truth = reference.truth()["losses"]
-    assert states([loss - 0.5 for loss in truth], 0.5) == ["passed", "passed"], "the mean is the reference's"
+    assert states([loss - 0.5 for loss in truth], 0.5) == [
+        "passed",
+        "passed",
+    ], "the mean is the reference's"
     assert states(truth, 0.5) == ["passed", "failed"]
-    assert states(truth[:1], 0.0) == ["failed", "failed"] and states([*truth, 1.0], 0.0) == ["failed", "passed"]
+    assert states(truth[:1], 0.0) == ["failed", "failed"] and states([*truth, 1.0], 0.0) == [
+        "failed",
+        "passed",
+    ]
 
 
 # --- training
@@ -158,7 +187,9 @@ class Tiny(torch.nn.Module):
     def get_output_embeddings(self) -> Any:
         return self.head
 
-    def forward(self, input_ids: Any, attention_mask: Any, labels: Any, use_cache: bool = False) -> Any:
+    def forward(
+        self, input_ids: Any, attention_mask: Any, labels: Any, use_cache: bool = False
+    ) -> Any:
         logits = self.head(torch.tanh(self.inner(self.embed(input_ids))))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         return type("Out", (), {"loss": loss})
@@ -170,7 +201,8 @@ Spoil = Callable[[dict[str, Any], int], Any]
 def trained_against(
     reference: Any, run: Run, model: Any, rate: float = 1.0, spoil: Spoil | None = None
 ) -> dict[str, CheckResult]:
-    """Train in one process (``rate``: times the reference's), and check that; ``spoil`` changes what a step left."""
+    """Train in one process (``rate``: times the reference's), and check that; ``spoil`` changes
+    what a step left."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate * reference.lr)
     snapshots, losses = [], []
     for step in range(run.steps):
@@ -187,7 +219,8 @@ def trained_against(
 
 
 def trained(spoil: Spoil | None, tmp: Path) -> dict[str, CheckResult]:
-    """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
+    """Checks of an honest training in one process; ``spoil`` changes the parameters after each
+    step."""
     run, model = a_run(work_dir=str(tmp)), Tiny()
     return trained_against(pass_criteria.Reference(run, model), run, model, spoil=spoil)
 
@@ -200,7 +233,9 @@ def test_correct_training_passes(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("when", [0, 1])
-def test_non_finite_parameter_in_the_last_tensor_fails(tmp_path: Any, bad: float, when: int) -> None:
+def test_non_finite_parameter_in_the_last_tensor_fails(
+    tmp_path: Any, bad: float, when: int
+) -> None:
     def spoil(parameters: dict[str, Any], step: int) -> None:
         if step == when:
             parameters[list(parameters)[-1]].view(-1)[-1] = bad
@@ -217,8 +252,12 @@ def test_non_finite_parameter_in_the_last_tensor_fails(tmp_path: Any, bad: float
         lambda parameters, last: parameters[last].add_(1e-5 * parameters[last].abs().max()),
     ],
 )
-def test_missing_or_slightly_moved_parameter_fails(tmp_path: Any, change: Callable[..., Any]) -> None:
-    assert trained(lambda parameters, step: change(parameters, "head.bias"), tmp_path)["updates"].failed
+def test_missing_or_slightly_moved_parameter_fails(
+    tmp_path: Any, change: Callable[..., Any]
+) -> None:
+    assert trained(lambda parameters, step: change(parameters, "head.bias"), tmp_path)[
+        "updates"
+    ].failed
 
 
 def test_non_finite_loss_fails_and_a_non_finite_reference_is_void(tmp_path: Any) -> None:
@@ -245,7 +284,10 @@ def test_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
     reference = pass_criteria.Reference(run, model)
     went = reference.after("last")
     began = dict(model.named_parameters())
-    reference.check(run, last={n: p + (1.001 * (went[n].float() - p.float())).to(dtype) for n, p in began.items()})
+    reference.check(
+        run,
+        last={n: p + (1.001 * (went[n].float() - p.float())).to(dtype) for n, p in began.items()},
+    )
     found = checks_of(run)
     assert found["updates"].state == ("failed" if dtype == torch.float32 else "passed"), found
     assert found["rounding"].state == "passed"
@@ -272,7 +314,9 @@ def test_non_finite_reloaded_state_fails(bad: float) -> None:
     assert stored.differing(loaded[0], saved[0].state_dict()) == [list(saved[0].state_dict())[-1]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'"
+)
 @pytest.mark.parametrize("bad", BAD)
 def test_checkpoint_is_checked_in_its_phases_and_a_non_finite_one_fails(
     tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch
@@ -303,12 +347,20 @@ def test_checkpoint_is_checked_in_its_phases_and_a_non_finite_one_fails(
 
 
 @pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
-def test_reference_uses_the_planned_device(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
+def test_reference_uses_the_planned_device(
+    monkeypatch: pytest.MonkeyPatch, where: str, on: str
+) -> None:
     run, drawn, phases = a_run(reference=where), [], []
-    monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
-    monkeypatch.setattr(pass_criteria, "Drawn", lambda model, weights, device: drawn.append(str(device)))
+    monkeypatch.setattr(
+        Run, "device", property(lambda self: torch.device("meta"))
+    )  # anything but the CPU
+    monkeypatch.setattr(
+        pass_criteria, "Drawn", lambda model, weights, device: drawn.append(str(device))
+    )
     runs = SimpleNamespace(truth=None, noise=None, after=None)
-    monkeypatch.setattr(pass_criteria, "Runs", lambda *_: phases.append(run.record.data["phase"]) or runs)
+    monkeypatch.setattr(
+        pass_criteria, "Runs", lambda *_: phases.append(run.record.data["phase"]) or runs
+    )
     pass_criteria.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
     assert drawn == [on] and phases == ["reference"]
 
@@ -317,17 +369,28 @@ def test_reference_uses_the_planned_device(monkeypatch: pytest.MonkeyPatch, wher
 
 
 def test_rank_computes_in_float32_in_any_environment_and_records_it(tmp_path: Any) -> None:
-    settings = {**SETTINGS, "process_group": False, "normal_exit": False, "record_dir": str(tmp_path)}
+    settings = {
+        **SETTINGS,
+        "process_group": False,
+        "normal_exit": False,
+        "record_dir": str(tmp_path),
+    }
     code = (
-        "import repro_kit, torch; from repro_kit.run import execute; assert not torch.backends.cuda.matmul.allow_tf32; "
-        "torch.set_float32_matmul_precision('high'); torch.backends.cudnn.allow_tf32 = True; "
-        f"execute(lambda run: None, {settings!r})"
+        "import repro_kit, torch; from repro_kit.run import execute; assert not"
+        " torch.backends.cuda.matmul.allow_tf32; torch.set_float32_matmul_precision('high');"
+        f" torch.backends.cudnn.allow_tf32 = True; execute(lambda run: None, {settings!r})"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     hostile = {**environment, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
     subprocess.run([sys.executable, "-c", code], env=hostile, cwd=REPROS, check=True, timeout=600)
     facts = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["facts"]
-    assert facts["float32"] == {"matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False}
+    assert facts["float32"] == {
+        "matmul_precision": "highest",
+        "cuda_matmul_tf32": False,
+        "cudnn_tf32": False,
+    }
 
 
 # --- against one process
@@ -335,7 +398,9 @@ def test_rank_computes_in_float32_in_any_environment_and_records_it(tmp_path: An
 
 def layers(dtype: Any = torch.float32) -> Any:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).to(dtype)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).to(
+        dtype
+    )
 
 
 def layer_inputs(dtype: Any = torch.float32) -> Any:
@@ -358,7 +423,9 @@ def state_of(one: Single, actual: Any, **more: Any) -> str:
 def test_one_wrong_element_fails(dtype: Any, seen: float) -> None:
     one, expected = logits_of(dtype)
     assert state_of(one, expected) == "passed"
-    exact = layers(dtype).double()(layer_inputs(dtype).double()).to(dtype)  # another way to compute it
+    exact = (
+        layers(dtype).double()(layer_inputs(dtype).double()).to(dtype)
+    )  # another way to compute it
     assert state_of(one, exact) == "passed"
     wrong = expected.clone()
     wrong[-1, -1] += seen * expected.abs().max()
@@ -372,22 +439,32 @@ def test_non_finite_or_missing_tensor_fails(bad: float) -> None:
     wrong[-1, -1] = bad
     assert state_of(one, wrong) == "failed"
     absent = torch.empty_like(expected, device="meta")
-    assert {state_of(one, each) for each in (expected[:-1], absent, {"another": expected}, {})} == {"failed"}
+    assert {state_of(one, each) for each in (expected[:-1], absent, {"another": expected}, {})} == {
+        "failed"
+    }
 
 
 def test_similar_tensors_share_a_tolerance_and_zeros_must_stay_zero() -> None:
     one, expected = logits_of()
     assert state_of(one, 2 * expected, like=2 * expected) == "passed"
     assert state_of(one, 2 * expected, like=2.0001 * expected) == "failed"
-    zeros = Single(layers(), lambda whole: {"logits": {"a": whole(layer_inputs()), "b": torch.zeros(2)}})
+    zeros = Single(
+        layers(), lambda whole: {"logits": {"a": whole(layer_inputs()), "b": torch.zeros(2)}}
+    )
     assert state_of(zeros, {"a": expected, "b": torch.zeros(2)}) == "passed"
     assert state_of(zeros, {"a": expected, "b": torch.tensor([0.0, 1e-9])}) == "failed"
 
 
 def test_invalid_reference_is_void() -> None:
     model = layers()
-    rounding = Single(model, lambda whole: {"logits": 1e5 * (whole[0].weight.sum() - model[0].weight.double().sum())})
-    nothing, broken = (Single(model, lambda _, v=value: {"logits": torch.full((3,), v)}) for value in (0.0, math.nan))
+    rounding = Single(
+        model,
+        lambda whole: {"logits": 1e5 * (whole[0].weight.sum() - model[0].weight.double().sum())},
+    )
+    nothing, broken = (
+        Single(model, lambda _, v=value: {"logits": torch.full((3,), v)})
+        for value in (0.0, math.nan)
+    )
     assert state_of(rounding, torch.tensor(0.0)) == state_of(nothing, torch.zeros(3)) == "void"
     assert state_of(broken, torch.full((3,), math.nan)) != "passed"
 
@@ -406,7 +483,10 @@ def trained_layers(model: Any, factor: float = 1.0) -> Any:
 def test_wrong_training_fails_and_the_model_is_restored() -> None:
     model = layers()
     one = Single(model, trained_layers, factor=FACTOR)
-    assert all(torch.equal(value, layers().state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, layers().state_dict()[name])
+        for name, value in model.state_dict().items()
+    )
     for factor, state_of in ((1.0, "passed"), (1.0005, "failed")):
         run, other = a_run(), layers()
         found = trained_layers(other, factor)
@@ -420,7 +500,8 @@ def test_repro_scripts_set_no_tolerance() -> None:
         f"{path.name}: {line.strip()}"
         for path in sorted(Path(REPROS).glob("*.py"))
         for line in path.read_text(encoding="utf-8").splitlines()
-        if "tolerance=" in line and not line.split("tolerance=")[1].startswith(("0)", "0,", "0.0)", "0.0,"))
+        if "tolerance=" in line
+        and not line.split("tolerance=")[1].startswith(("0)", "0,", "0.0)", "0.0,"))
     ]
     assert fixed == []
 
@@ -438,14 +519,21 @@ def test_equal_compares_a_gpus_tensor_with_a_cpus(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "equal", equal)
     with FakeTensorMode():
         for kinds in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
-            step, other = torch.empty(1, device="cuda", dtype=kinds[0]), torch.empty(1, dtype=kinds[1])
+            step, other = (
+                torch.empty(1, device="cuda", dtype=kinds[0]),
+                torch.empty(1, dtype=kinds[1]),
+            )
             assert saving.equal(step, other) and saving.equal(other, step)
 
 
-def test_nccl_connects_while_the_process_group_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_connects_while_the_process_group_is_initialized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: calls.append("init"))
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **__: calls.append("init")
+    )
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append("all_reduce"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append("set_device"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
@@ -463,6 +551,8 @@ def test_ddp_reductions_of_one_step_are_read_on_a_gpu() -> None:
     data: dict[str, Any] = {"bucket_sizes": "8, 4"}
     logger = SimpleNamespace(set_runtime_stats_and_log=lambda: data.update(backward_comm_time=3))
     group = SimpleNamespace(size=lambda: 2)
-    kind = type("DistributedDataParallel", (SimpleNamespace,), {"_get_ddp_logging_data": lambda self: data})
+    kind = type(
+        "DistributedDataParallel", (SimpleNamespace,), {"_get_ddp_logging_data": lambda self: data}
+    )
     module = kind(process_group=group, device_type="cuda", logger=logger)
     assert ddp_reductions(module) == 2

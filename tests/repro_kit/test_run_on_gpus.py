@@ -1,4 +1,5 @@
-"""What a rank does because of its GPUs (torch.cuda is made up): where it draws weights, what it leaves to NCCL."""
+"""What a rank does because of its GPUs (torch.cuda is made up): where it draws weights, what it
+leaves to NCCL."""
 
 from __future__ import annotations
 
@@ -26,8 +27,20 @@ torch = pytest.importorskip("torch", reason="needs the stack `current`")
 
 
 def a_run(scale: str, device: str = "cuda") -> Run:
-    settings = {"case": "c", "variant": "v", "flags": {"lora": False, "checkpointing": False}, "steps": 2, "seed": 0}
-    settings |= {"model": {"scale": scale}, "strategy": {"slug": "ddp"}, "tp_size": 1, "devices": 2, "device": device}
+    settings = {
+        "case": "c",
+        "variant": "v",
+        "flags": {"lora": False, "checkpointing": False},
+        "steps": 2,
+        "seed": 0,
+    }
+    settings |= {
+        "model": {"scale": scale},
+        "strategy": {"slug": "ddp"},
+        "tp_size": 1,
+        "devices": 2,
+        "device": device,
+    }
     return Run({**settings, "backend": "nccl"}, Record(None, 0, 2))
 
 
@@ -75,8 +88,11 @@ class Card:
 
 
 @pytest.mark.parametrize("scale", ["full", "tiny"])
-def test_memory_of_the_reference_is_free_for_nccl_afterwards(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen-14B under tensor parallelism on GPUs of 40 GB: its reference is planned for one of them, and fills it."""
+def test_memory_of_the_reference_is_free_for_nccl_afterwards(
+    scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen-14B under tensor parallelism on GPUs of 40 GB: its reference is planned for one of them,
+    and fills it."""
     card = Card()
     monkeypatch.setattr(torch.cuda, "empty_cache", card.empty_cache)
     profile = Profile("gpu8", "cuda", "nccl", gpus(8, 40))
@@ -89,7 +105,9 @@ def test_memory_of_the_reference_is_free_for_nccl_afterwards(scale: str, monkeyp
     card.hold(0)
     run.phase("step 0")
     card.hold(phases["training"])
-    assert (card.left_for_nccl() > 10 * GIB) == (scale == "full"), "a tiny model leaves nothing behind"
+    assert (card.left_for_nccl() > 10 * GIB) == (scale == "full"), (
+        "a tiny model leaves nothing behind"
+    )
 
 
 BODY = """
@@ -110,14 +128,25 @@ execute(body, settings)
 
 
 def test_rank_that_is_killed_in_its_body_has_recorded_its_gpu(tmp_path: Path) -> None:
-    settings = {**a_run("tiny").settings, "world_size": 1, "process_group": False, "normal_exit": True}
+    settings = {
+        **a_run("tiny").settings,
+        "world_size": 1,
+        "process_group": False,
+        "normal_exit": True,
+    }
     settings["record_dir"] = str(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(REPROS)}
     done = subprocess.run(
-        [sys.executable, "-c", BODY, json.dumps(settings)], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", BODY, json.dumps(settings)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     record = validate_record(json.loads(done.stdout))
-    assert record == json.loads((tmp_path / "rank-0.json").read_text()), "the last record of a rank that was killed"
+    assert record == json.loads((tmp_path / "rank-0.json").read_text()), (
+        "the last record of a rank that was killed"
+    )
     assert (record["device"], record["gpu_uuid"]) == ("cuda:3", "GPU-1234-3")
     assert (record["phase"], record["ended"]) == ("body", None)

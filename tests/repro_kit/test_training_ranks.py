@@ -1,4 +1,5 @@
-"""Real trainings on two ranks: each injected fault fails a check, and an option without effect is no evidence."""
+"""Real trainings on two ranks: each injected fault fails a check, and an option without effect is
+no evidence."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from tests.observations import observation, ok, record
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.xdist_group("stack"),  # one server for all
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)"
+    ),
 ]
 CHECKS = ("steps", "loss", "gradient", "updates", "batches", "start", "rounding", "checkpoint")
 
@@ -32,12 +35,17 @@ KNOWN = catalogue.load()
 TRAIN = KNOWN.cases["train-step"]
 
 
-def measured(warm: ForkserverLauncher, folder: Path, script: str, *imports: str, **asked: Any) -> list[Json]:
+def measured(
+    warm: ForkserverLauncher, folder: Path, script: str, *imports: str, **asked: Any
+) -> list[Json]:
     """What each of two ranks of a script of tests/ recorded: by training or scene."""
     settings = resolve(
-        KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
-        strategy=KNOWN.raw["strategy"]["ddp"], device="cpu",
-    )  # fmt: skip
+        KNOWN.raw["case"]["train-step"],
+        "control",
+        model=KNOWN.raw["model"]["llama-3.2-1b"],
+        strategy=KNOWN.raw["strategy"]["ddp"],
+        device="cpu",
+    )
     return two_ranks(warm, folder, script, settings, asked, *imports)
 
 
@@ -62,16 +70,21 @@ def test_injected_fault_fails_in_every_strategy(
     for facts in measured(warm, tmp_path, "proofs_ranks.py", *imports, strategies=strategies):
         for strategy in strategies:
             cannot = CANNOT_BE.get(strategy, ())
-            names = [name for name in ("none", *SABOTAGES) if strategy != "tp" or name not in cannot]
+            names = [
+                name for name in ("none", *SABOTAGES) if strategy != "tp" or name not in cannot
+            ]
             states = {name: seen(facts[f"{strategy}/float32/{name}"]["checks"]) for name in names}
-            assert set(CHECKS) <= set(states["none"]) and set(states["none"].values()) == {"passed"}, states["none"]
+            assert set(CHECKS) <= set(states["none"]) and set(states["none"].values()) == {
+                "passed"
+            }, states["none"]
             for sabotage, found in list(states.items())[1:]:
                 what = (strategy, sabotage, found)
                 assert found["steps"] == "passed", what  # it ran to its end
                 if sabotage in cannot:  # it changes nothing
                     assert set(found.values()) == {"passed"}, what
                     continue
-                # Where the first step is as it should be, only what is looked at after the last one can show it.
+                # Where the first step is as it should be, only what is looked at after the last one
+                # can show it.
                 late = SABOTAGES[sabotage][1] > 0 or sabotage == "keep_gradients"
                 assert found["updates"] == "failed", what
                 assert (found["gradient"] == "passed") == late, what
@@ -80,24 +93,41 @@ def test_injected_fault_fails_in_every_strategy(
 
 def seen(checks: list[dict]) -> dict[str, str]:
     """What the judge makes of each check of one training."""
-    return {found.name: found.state for found in (grading_checks.evaluate(check, math.inf) for check in checks)}
+    return {
+        found.name: found.state
+        for found in (grading_checks.evaluate(check, math.inf) for check in checks)
+    }
 
 
 EFFECTS: dict[str, tuple[str, ...]] = {  # first word of a scene -> the effects that its case lists
-    "checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing"),
+    "checkpointing": ("checkpointing",),
+    "lora": ("lora",),
+    "adapters": ("lora", "checkpointing"),
     "precision": ("precision",),
-}  # fmt: skip
+}
 
 
 def judged(facts: list[dict[str, Any]], scene: str) -> Outcome:
-    """As the harness judges it, with every check that the case asks for passed (the scenes' own are real)."""
-    criteria = {"kind": "training", "checks": ["steps"], "effects": list(EFFECTS.get(scene.split()[0], ()))}
+    """As the harness judges it, with every check that the case asks for passed (the scenes' own are
+    real)."""
+    criteria = {
+        "kind": "training",
+        "checks": ["steps"],
+        "effects": list(EFFECTS.get(scene.split()[0], ())),
+    }
     known = Case.model_validate({**TRAIN.model_dump(), "pass_criteria": criteria})
-    checks = [{"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0, "at": 1.0}]
+    checks = [
+        {"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0, "at": 1.0}
+    ]
     ranks = []
     for number, found in enumerate(rank[scene] for rank in facts):
         assert all(check["passed"] for check in found["checks"]), (scene, found["checks"])
-        ranks.append(ok(number, record=record(number, checks=checks, effects=found["effects"], read=found["read"])))
+        ranks.append(
+            ok(
+                number,
+                record=record(number, checks=checks, effects=found["effects"], read=found["read"]),
+            )
+        )
     settings = {"flags": {}, "strategy": facts[0][scene]["strategy"]}
     return grade(known, "control", observation(*ranks, settings=settings), [known])
 
@@ -105,11 +135,18 @@ def judged(facts: list[dict[str, Any]], scene: str) -> Outcome:
 WHOLE = "was not in effect: every rank holds all parameters"
 NONE = "was not in effect on rank 0: got 0"
 SCENES = {  # the reason for which a scene is no evidence, or none
-    "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "", "precision": "",
-    "fsdp in NO_SHARD": f"fsdp {WHOLE}", "group of one": f"fsdp {WHOLE}", "accelerate falls back": f"fsdp {WHOLE}",
-    "checkpointing ignored": f"checkpointing {NONE}", "lora of nothing": f"lora {NONE}",
+    "ddp": "",
+    "fsdp": "",
+    "checkpointing": "",
+    "adapters and checkpointing": "",
+    "precision": "",
+    "fsdp in NO_SHARD": f"fsdp {WHOLE}",
+    "group of one": f"fsdp {WHOLE}",
+    "accelerate falls back": f"fsdp {WHOLE}",
+    "checkpointing ignored": f"checkpointing {NONE}",
+    "lora of nothing": f"lora {NONE}",
     "precision of another flag": f"precision {NONE}",
-}  # fmt: skip
+}
 ZERO = {"zero3": "", "zero3 in stage 0": f"zero3 {WHOLE}"}
 
 

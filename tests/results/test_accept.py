@@ -25,15 +25,21 @@ ATTEMPT = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-
 @pytest.mark.parametrize(
     ("stored", "published"),
     [
-        (f"saved in {ATTEMPT}/work/it, log {ATTEMPT}/logs/0", "saved in /attempt/it, log /attempt/logs/0"),
+        (
+            f"saved in {ATTEMPT}/work/it, log {ATTEMPT}/logs/0",
+            "saved in /attempt/it, log /attempt/logs/0",
+        ),
         (f"{ROOT}/repros/repro_kit/run.py", "/checkout/repros/repro_kit/run.py"),
         ("see /tmp/pytest-1/saved: 3 files", "see /tmp/results: 3 files"),
         (
             "/disk/a/harness/repro_matrix/launch/worker/fork_server.py ran /disk/a/repros/run.py",
-            "/checkout/harness/repro_matrix/launch/worker/fork_server.py ran /checkout/repros/run.py",
+            (
+                "/checkout/harness/repro_matrix/launch/worker/fork_server.py ran"
+                " /checkout/repros/run.py"
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_portable_replaces_local_folders_only(stored: str, published: str) -> None:
     assert portable({"message": stored, "number": 3}) == {"message": published, "number": 3}
 
@@ -72,13 +78,18 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("2 attempts with evidence, at least 3 are needed: repeat=3", [with_fix(attempts=LOST)]),
     ("--allow SIGNATURE_MISMATCH", [cell("SIGNATURE_MISMATCH")]),
     ("--allow FIX_BREAKS", [cell("FIX_BREAKS")]),
-    ("a test of the harness", [on("a", "gpu1-nccl", accelerator="cuda", backend="nccl", shares_gpu=True)]),
+    (
+        "a test of the harness",
+        [on("a", "gpu1-nccl", accelerator="cuda", backend="nccl", shares_gpu=True)],
+    ),
     ("profile cpu: cpu b against a", [on("a"), on("b"), on("a")]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("reason", "documents"), REFUSED)
-def test_refusals_name_the_cell_and_the_reason(reason: str, documents: list[dict[str, Any]]) -> None:
+def test_refusals_name_the_cell_and_the_reason(
+    reason: str, documents: list[dict[str, Any]]
+) -> None:
     (found,) = refusals(documents)
     assert found.cell == "some-case/m-fsdp on current" and reason in found.reason
     assert found.variant == ("fix" if "at least" in reason or "--allow" in reason else "")
@@ -92,31 +103,47 @@ def test_refusals_name_the_cell_and_the_reason(reason: str, documents: list[dict
         [on("a"), on("b", "gpu1"), on("a", os="newer", memory_gb=1.0)],
     ],
 )
-def test_refusals_none_for_committed_code_with_enough_attempts(documents: list[dict[str, Any]]) -> None:
+def test_refusals_none_for_committed_code_with_enough_attempts(
+    documents: list[dict[str, Any]],
+) -> None:
     assert refusals(documents) == []
     assert refusals([cell("FIX_BREAKS")], ["FIX_BREAKS"]) == []
 
 
 def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> dict[str, Any]:
     attempts = [{"outcome": {"outcome": outcome, "reason": "because"}} for outcome in outcomes]
-    return {"complete": complete, "stack": {"name": stack}, "variants": {"unfixed": {"attempts": attempts}}}
+    return {
+        "complete": complete,
+        "stack": {"name": stack},
+        "variants": {"unfixed": {"attempts": attempts}},
+    }
 
 
 def test_is_usable_needs_evidence_and_a_release() -> None:
     assert accept._is_usable(measured("infra_error", "reproduced"))
-    assert not accept._is_usable(measured("reproduced", stack="current+transformers#0123456789ab")), "no release"
+    assert not accept._is_usable(
+        measured("reproduced", stack="current+transformers#0123456789ab")
+    ), "no release"
     assert not accept._is_usable(measured("reproduced", complete=False))
-    assert not accept._is_usable(measured("infra_error", "infra_error")) and not accept._is_usable(measured())
+    assert not accept._is_usable(measured("infra_error", "infra_error")) and not accept._is_usable(
+        measured()
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "stack", "usable"),
-    [("packages", "torch2.6-tf4.51", True), ("build", "torch2.6-tf4.51", False),
-     ("packages", "current+transformers@4.40.0", False)],
-)  # fmt: skip
+    [
+        ("packages", "torch2.6-tf4.51", True),
+        ("build", "torch2.6-tf4.51", False),
+        ("packages", "current+transformers@4.40.0", False),
+    ],
+)
 def test_is_usable_a_named_stack_answers_by_its_skips(kind: str, stack: str, usable: bool) -> None:
     skipped = measured(stack=stack)
-    skipped["variants"]["unfixed"] |= {"skipped": "needs x", "skip": {"kind": kind, "requires": ["x"]}}
+    skipped["variants"]["unfixed"] |= {
+        "skipped": "needs x",
+        "skip": {"kind": kind, "requires": ["x"]},
+    }
     assert accept._is_usable(skipped) == usable
 
 
@@ -126,7 +153,9 @@ def test_never_reproduced_refuses_failures_and_no_controls() -> None:
     control = next(case for case in known.values() if case.kind != "failure")
     refused = accept._never_reproduced
     assert (
-        refused(failure, [measured("passed"), measured("reproduced")]) == refused(control, [measured("passed")]) == ""
+        refused(failure, [measured("passed"), measured("reproduced")])
+        == refused(control, [measured("passed")])
+        == ""
     )
     assert "none of 2 attempts" in refused(failure, [measured("passed", "other_failure")])
     fix: Any = {"variants": {"fix": measured("reproduced")["variants"]["unfixed"]}}
@@ -139,7 +168,11 @@ def test_never_reproduced_refuses_failures_and_no_controls() -> None:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A project without results, whose code is that of the published ones."""
-    folders = {"baseline": tmp_path / "baseline", "expected": tmp_path / "expected", "folder": tmp_path}
+    folders = {
+        "baseline": tmp_path / "baseline",
+        "expected": tmp_path / "expected",
+        "folder": tmp_path,
+    }
     own = SimpleNamespace(**folders, is_shipped=True, file=None)
     for module in (accept, command):
         monkeypatch.setattr(module, "project", SimpleNamespace(current=lambda: own, published=list))
@@ -148,33 +181,53 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     def run(source: str, *more: str) -> tuple[int, str, str]:
-        code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source), *more])
+        code = main(
+            [
+                "accept",
+                f"case={SLUG}",
+                "--reason",
+                "measured anew",
+                "--from",
+                str(tmp_path / source),
+                *more,
+            ]
+        )
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
     return run
 
 
-def put(folder: Path, variants: int = 99, attempts: int = 99, cell: str = "fsdp2", **changes: Any) -> Path:
+def put(
+    folder: Path, variants: int = 99, attempts: int = 99, cell: str = "fsdp2", **changes: Any
+) -> Path:
     """A published document, as if it had been measured into ``folder``."""
     found = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if d["cell_id"].endswith(cell))
     found["variants"] = dict(list(found["variants"].items())[:variants])
     for variant in found["variants"].values():
         variant["attempts"] = variant["attempts"][:attempts]
-    found["verdicts"] = {name: verdict for name, verdict in found["verdicts"].items() if name in found["variants"]}
+    found["verdicts"] = {
+        name: verdict for name, verdict in found["verdicts"].items() if name in found["variants"]
+    }
     path = folder / f"{place(found)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     store.write_json(path, {**found, **changes})
     return path
 
 
-def test_accept_publishes_results_once(own: Any, tmp_path: Path, accepted: Callable[..., tuple[int, str, str]]) -> None:
+def test_accept_publishes_results_once(
+    own: Any, tmp_path: Path, accepted: Callable[..., tuple[int, str, str]]
+) -> None:
     put(tmp_path / "measured")
     code, out, _ = accepted("measured", "--dry-run")
     assert code == 0 and "1 document to publish" in out
-    assert main(["accept", f"case={SLUG}", "--from", str(tmp_path / "measured")]) == 2, "without a reason"
+    assert main(["accept", f"case={SLUG}", "--from", str(tmp_path / "measured")]) == 2, (
+        "without a reason"
+    )
     assert not own.baseline.exists() and not own.expected.exists()
     code, out, _ = accepted("measured")
     assert code == 0 and "1 document to publish" in out and "changed expectations" not in out
@@ -183,12 +236,18 @@ def test_accept_publishes_results_once(own: Any, tmp_path: Path, accepted: Calla
     assert f"case: {SLUG}" in content
     os.utime(table, ns=(1, 1))
     code, out, _ = accepted("measured")
-    assert code == 0 and "1 document with the same results as published" in out and "to publish" not in out
+    assert (
+        code == 0
+        and "1 document with the same results as published" in out
+        and "to publish" not in out
+    )
     assert table.stat().st_mtime_ns == 1, "an unchanged table is not written again"
     table.write_text("edited")
     accepted("measured")
     assert table.read_text(encoding="utf-8") == content
-    (written,) = (file for file in own.baseline.rglob("*.zst") if not file.name.startswith("summary"))
+    (written,) = (
+        file for file in own.baseline.rglob("*.zst") if not file.name.startswith("summary")
+    )
     written.write_text("{")
     code, _, err = accepted("measured")
     assert code == 2 and "the baseline is damaged" in err and written.name in err
@@ -213,9 +272,17 @@ def test_accept_refuses_incomplete_results_and_other_code(
     put(tmp_path / "more", variants=2, cell="ranks=4")
     put(tmp_path / "more").with_name("torn.json").write_text("{")
     code, _, err = accepted("more", "--dry-run")
-    assert code == 0 and "1 cell of which only some variants were measured" in err and "torn.json" in err
-    monkeypatch.setattr(store, "since", lambda commit, root, paths: "repros/x.py has changed since commit abc")
-    assert "measured with other code: repros/x.py has changed since commit abc" in accepted("more")[2]
+    assert (
+        code == 0
+        and "1 cell of which only some variants were measured" in err
+        and "torn.json" in err
+    )
+    monkeypatch.setattr(
+        store, "since", lambda commit, root, paths: "repros/x.py has changed since commit abc"
+    )
+    assert (
+        "measured with other code: repros/x.py has changed since commit abc" in accepted("more")[2]
+    )
 
 
 def test_publish_removes_an_empty_table(own: Any) -> None:

@@ -1,4 +1,5 @@
-"""A wrong file of conf/ or results/expected disables itself only: it is named, and selecting it is an error."""
+"""A wrong file of conf/ or results/expected disables itself only: it is named, and selecting it is
+an error."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from repro_matrix.results.accept import place
 from repro_matrix.results.store import Store, write_json
 
 WRONG = {
-    "case/bad.yaml:5: not valid YAML": "slug: bad\ntitle: x\nkind: failure\npass_criteria: {a: 1\nvariants: ]\n",
+    "case/bad.yaml:5: not valid YAML": (
+        "slug: bad\ntitle: x\nkind: failure\npass_criteria: {a: 1\nvariants: ]\n"
+    ),
     "case/bad.yaml: unknown key 'tilte'; did you mean 'title'?": "slug: bad\ntilte: x\n",
     "case/bad.yaml: cannot be read": "\udcff",
 }
@@ -53,8 +56,15 @@ def test_invalid_case_is_named_and_others_work(
     own("case/bad.yaml", WRONG[wrong])
     code, out, err = said(capsys, "list", "case=train-*")
     assert code == 0 and "train-step" in out and "note: left out: " in err and wrong in err
-    assert wrong in said(capsys, "doctor", "--json", "case=train-step", "model=qwen-7b")[1].replace('\\"', '"')
-    for words in (["list", "case=bad"], ["run", "bad"], ["show", "bad"], ["matrix", "case=train-step,bad"]):
+    assert wrong in said(capsys, "doctor", "--json", "case=train-step", "model=qwen-7b")[1].replace(
+        '\\"', '"'
+    )
+    for words in (
+        ["list", "case=bad"],
+        ["run", "bad"],
+        ["show", "bad"],
+        ["matrix", "case=train-step,bad"],
+    ):
         code, _, err = said(capsys, *words)
         assert code == 2 and wrong in err and "Traceback" not in err
 
@@ -62,14 +72,25 @@ def test_invalid_case_is_named_and_others_work(
 @pytest.mark.ranks
 @pytest.mark.xdist_group("stack")
 def test_run_with_an_invalid_selected_file_is_incomplete(
-    own: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+    own: Callable[[str, str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    runs_are_warm: None,
 ) -> None:
     own("case/train-stop.yaml", "slug: train-stop\ntilte: x\n")
     own("case/bad.yaml", "slug: bad\ntilte: x\n")
-    words = ["case=train-st?p", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", f"results={tmp_path / 'r'}"]
+    words = [
+        "case=train-st?p",
+        "model=qwen1.5-0.5b",
+        "strategy=ddp",
+        "hardware=cpu",
+        f"results={tmp_path / 'r'}",
+    ]
     code, out, err = said(capsys, "run", "train-st?p", *words[1:])
     assert code == 3, out + err
-    assert "LEFT OUT: " in out and "train-stop.yaml: unknown key 'tilte'" in " ".join(out.split())  # wrapped
+    assert "LEFT OUT: " in out and "train-stop.yaml: unknown key 'tilte'" in " ".join(
+        out.split()
+    )  # wrapped
     assert "bad.yaml" not in out and "bad.yaml" in err  # known to be wrong, and not asked for
 
 
@@ -104,15 +125,20 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(CONF, tmp_path / "conf")
     shutil.copytree(EXPECTED, tmp_path / "results" / "expected")
     load = catalogue.load
-    monkeypatch.setattr(catalogue, "load", lambda conf=tmp_path / "conf", **more: load(conf, **more))
+    monkeypatch.setattr(
+        catalogue, "load", lambda conf=tmp_path / "conf", **more: load(conf, **more)
+    )
     return tmp_path
 
 
 BAD_TABLES = {
-    "results/expected/train-step.yaml:4: not valid YAML": "case: train-step\nranges:\n- {a: b\nverdicts: {}\nx: ]\n",
-    "results/expected/train-step.yaml: unknown key 'rangess'; did you mean 'ranges'?":
-        "case: train-step\nrangess: 1\n",
-}  # fmt: skip
+    "results/expected/train-step.yaml:4: not valid YAML": (
+        "case: train-step\nranges:\n- {a: b\nverdicts: {}\nx: ]\n"
+    ),
+    "results/expected/train-step.yaml: unknown key 'rangess'; did you mean 'ranges'?": (
+        "case: train-step\nrangess: 1\n"
+    ),
+}
 
 
 @pytest.mark.parametrize("wrong", BAD_TABLES)
@@ -133,8 +159,20 @@ def test_invalid_expectations_disable_their_case_only(
     write_json(path, stored)
     code, out, _ = said(capsys, "report", str(results), "--format", "junit")
     assert code == 3 and 'errors="1"' in out
-    code, _, err = said(capsys, "nightly", str(results), "--history", str(checkout / "nights"), "--run-exit-code", "0")
-    assert code == 3 and "case 'train-step' cannot be graded" in err and "results/expected/train-step.yaml" in err
+    code, _, err = said(
+        capsys,
+        "nightly",
+        str(results),
+        "--history",
+        str(checkout / "nights"),
+        "--run-exit-code",
+        "0",
+    )
+    assert (
+        code == 3
+        and "case 'train-step' cannot be graded" in err
+        and "results/expected/train-step.yaml" in err
+    )
 
 
 # The tables of expectations
@@ -143,12 +181,18 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), m
 VARIANTS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])
 ENTRIES = st.builds(
     Expectation,
-    verdicts=st.dictionaries(VARIANTS, st.sampled_from(["FIXED", "SIGNATURE_MISMATCH"]), min_size=1),
+    verdicts=st.dictionaries(
+        VARIANTS, st.sampled_from(["FIXED", "SIGNATURE_MISMATCH"]), min_size=1
+    ),
     cells=st.lists(WORDS, max_size=2),
     hardware=st.sampled_from(["cpu", "gpu1"]),
     capabilities=st.dictionaries(WORDS, st.booleans() | st.just("AVX2"), max_size=1),
     versions=st.just({"torch": ">=2.13,<2.14"}),
-    measured_at=st.lists(st.builds(lambda v: {"torch": v}, st.sampled_from(["2.13", "2.6.0"])), min_size=1, max_size=2),
+    measured_at=st.lists(
+        st.builds(lambda v: {"torch": v}, st.sampled_from(["2.13", "2.6.0"])),
+        min_size=1,
+        max_size=2,
+    ),
     reason=WORDS,
 )
 
@@ -156,7 +200,9 @@ ENTRIES = st.builds(
 @given(st.lists(ENTRIES, min_size=1, max_size=3), st.data())
 def test_expectations_text_reads_back(entries: list[Expectation], data: Any) -> None:
     said = WORDS | st.lists(WORDS, min_size=2, max_size=3)
-    failure_ids = [data.draw(st.dictionaries(st.sampled_from(sorted(e.verdicts)), said)) for e in entries]
+    failure_ids = [
+        data.draw(st.dictionaries(st.sampled_from(sorted(e.verdicts)), said)) for e in entries
+    ]
     entries = [e.model_copy(update={"failure_ids": seen}) for e, seen in zip(entries, failure_ids)]
     written = text("some-case", entries)
     assert table(written) == {"some-case": entries}
@@ -167,7 +213,10 @@ def table(written: str, name: str = "some-case") -> dict[str, list[Expectation]]
     return {name: catalogue.parse_expectations(yaml.safe_load(written), path)}
 
 
-GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured_at=[{"torch": "2.13.0"}], reason="r")])
+GOOD = text(
+    "some-case",
+    [Expectation(verdicts={"fix": "FIXED"}, measured_at=[{"torch": "2.13.0"}], reason="r")],
+)
 
 
 @pytest.mark.parametrize(

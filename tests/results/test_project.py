@@ -32,7 +32,10 @@ def test_project_adds_to_the_shipped_catalogue(team: Path, monkeypatch: pytest.M
     assert {"odd-batch", "train-step"} <= found.cases.keys() and "our-head" in found.models
     assert found.script(found.cases["odd-batch"]) == team / "failures/scripts/odd_batch.py"
     assert found.script(found.cases["train-step"]) == paths.REPROS / "train_step.py"
-    assert {"by-hand"} <= found.strategies.keys() and {"ours", "current"} <= spec.definitions().keys()
+    assert {"by-hand"} <= found.strategies.keys() and {
+        "ours",
+        "current",
+    } <= spec.definitions().keys()
     assert spec.lock_path("ours") == team / "failures/stack/locks/ours.txt"
     here = project.current()
     assert here.folder == team and here.results == team / "results" and not here.is_shipped
@@ -55,14 +58,28 @@ def test_torchrun_line_of_a_project_finds_kit_and_files(team: Path) -> None:
         "flags": {},
     }
     attempt = Attempt(
-        id="x", run_id="x", directory=team, script=found.script(found.cases["odd-batch"]), settings=settings,
-        python="/elsewhere/python", world_size=2, deadline_s=1, env={"PYTHONPATH": "/overlay"}, kit=paths.REPROS,
+        id="x",
+        run_id="x",
+        directory=team,
+        script=found.script(found.cases["odd-batch"]),
+        settings=settings,
+        python="/elsewhere/python",
+        world_size=2,
+        deadline_s=1,
+        env={"PYTHONPATH": "/overlay"},
+        kit=paths.REPROS,
         files=found.files(settings),
-    )  # fmt: skip
+    )
     assert private_environment(attempt)["PYTHONPATH"] == f"/overlay:{paths.REPROS}"
     words = torchrun_line(attempt)
-    assert f"PYTHONPATH=/overlay:{paths.REPROS} " in words and " failures/scripts/odd_batch.py " in words
-    assert "--case failures/case/odd-batch.yaml --variant unfixed --model failures/model/our-head.yaml" in words
+    assert (
+        f"PYTHONPATH=/overlay:{paths.REPROS} " in words
+        and " failures/scripts/odd_batch.py " in words
+    )
+    assert (
+        "--case failures/case/odd-batch.yaml --variant unfixed --model failures/model/our-head.yaml"
+        in words
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,10 @@ def test_project_invalid_file_names_file_and_key(team: Path, text: str, said: st
 
 
 def test_catalogue_reads_project_expectations_and_refuses_duplicates(team: Path) -> None:
-    table = "case: {}\nranges: [{{cells: [our-head/by-hand], measured_at: [{{torch: 2.13.0}}], reason: r}}]\n"
+    table = (
+        "case: {}\nranges: [{{cells: [our-head/by-hand], measured_at: [{{torch: 2.13.0}}], reason:"
+        " r}}]\n"
+    )
     table += "verdicts: {{drop-last: [FIXED]}}\n"
     folder = team / "results" / "expected"
     folder.mkdir(parents=True)
@@ -91,11 +111,15 @@ def test_catalogue_reads_project_expectations_and_refuses_duplicates(team: Path)
     (folder / "train-step.yaml").write_text(table.format("train-step"))
     (team / "failures" / "model").mkdir(exist_ok=True)
     shutil.copy(paths.CONF / "model" / "qwen1.5-0.5b.yaml", team / "failures" / "model")
-    with pytest.raises(ConfigError, match=rf"failures/model/qwen1.5-0.5b.yaml: .*is also in {paths.CONF}/model"):
+    with pytest.raises(
+        ConfigError, match=rf"failures/model/qwen1.5-0.5b.yaml: .*is also in {paths.CONF}/model"
+    ):
         catalogue.load()
     (team / "failures" / "model" / "qwen1.5-0.5b.yaml").unlink()
     cases = catalogue.load().cases  # the others go on
-    assert "odd-batch" in cases and "the expectations of train-step are also in" in str(cases.left_out["train-step"])
+    assert "odd-batch" in cases and "the expectations of train-step are also in" in str(
+        cases.left_out["train-step"]
+    )
 
 
 def git(folder: Path, *words: str) -> None:
@@ -103,7 +127,9 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *words], check=True, capture_output=True)
 
 
-def test_git_state_of_a_failing_git_is_not_clean(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_state_of_a_failing_git_is_not_clean(
+    team: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A status that failed was an empty one, and an edited script was published as the commit's."""
     script, added = team / "failures/scripts/odd_batch.py", team / "failures/new.py"
     git(team, "init", "-q")

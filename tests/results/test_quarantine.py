@@ -29,17 +29,29 @@ KEY = "fsdp-generate/qwen2-0.5b-fsdp"
 
 
 def made(expected: str = "unexpected", outcome: str = "passed", **verdict: Any) -> list[Row]:
-    found = document({"unfixed": [(outcome, OK)], "fix": [(outcome, OK)]}, {"fix": "NOT_FIXED"}, cell_id=KEY)
+    found = document(
+        {"unfixed": [(outcome, OK)], "fix": [(outcome, OK)]}, {"fix": "NOT_FIXED"}, cell_id=KEY
+    )
     found["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIXED", **verdict}
     return summary_rows(found)
 
 
 def entry(days: int = 1, **changes: Any) -> Quarantine:
-    return Quarantine(**{"cell": KEY, "owner": "ada", "until": TODAY + timedelta(days), "reason": "#12", **changes})
+    return Quarantine(
+        **{
+            "cell": KEY,
+            "owner": "ada",
+            "until": TODAY + timedelta(days),
+            "reason": "#12",
+            **changes,
+        }
+    )
 
 
 @given(
-    st.sampled_from(["unexpected", "expected", "no_expectation", "matches_cpu", "differs_from_cpu"]),
+    st.sampled_from(
+        ["unexpected", "expected", "no_expectation", "matches_cpu", "differs_from_cpu"]
+    ),
     st.sampled_from(["passed", "infra_error", "reproduced"]),
     st.integers(-2, 2),
     st.sampled_from([None, "fix", "unfixed"]),
@@ -61,7 +73,9 @@ def test_summary_lists_quarantined_variants_that_were_measured() -> None:
     lost = made(outcome="infra_error", name="INCONCLUSIVE", measured=False)
     assert quarantine.mark_rows(lost, [entry()], TODAY) == lost and exit_code(lost, 1) == 1
     shown = list(result_lines(headline(quarantine.mark_rows(made(), [entry()], TODAY), {})))
-    assert "QUARANTINED: 1 variant" in shown and any("#12 (ada, until 2026-11-23)" in text for text in shown)
+    assert "QUARANTINED: 1 variant" in shown and any(
+        "#12 (ada, until 2026-11-23)" in text for text in shown
+    )
     assert not any(text.startswith(tuple(ATTENTION.values())) for text in shown)
 
 
@@ -77,9 +91,18 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("quarantined: [{cell: x, owner: a, until: 2026-01-01}]", "quarantined.0.reason"),
         ("quarantined: [{cell: x, owner: a, until: never, reason: r}]", "quarantined.0.until"),
         ("quarantine: []", "did you mean 'quarantined'"),
-        ("quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "given twice"),
-        ("quarantined: [{cell: x, owner: a, until: 2999-01-31, reason: r}]", "quarantined.0: x: until 2999-01-31"),
-        ("quarantined: [&x {cell: x, owner: a, until: 2026-01-01, reason: r}, *x]", "quarantined twice"),
+        (
+            "quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]",
+            "given twice",
+        ),
+        (
+            "quarantined: [{cell: x, owner: a, until: 2999-01-31, reason: r}]",
+            "quarantined.0: x: until 2999-01-31",
+        ),
+        (
+            "quarantined: [&x {cell: x, owner: a, until: 2026-01-01, reason: r}, *x]",
+            "quarantined twice",
+        ),
     ],
 )
 def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -> None:
@@ -89,7 +112,9 @@ def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -
     assert key in str(error.value)
 
 
-@pytest.mark.parametrize(("suffix", "exists"), [("", True), ("-ranks=4", True), ("-env.A=1", True), ("x", False)])
+@pytest.mark.parametrize(
+    ("suffix", "exists"), [("", True), ("-ranks=4", True), ("-env.A=1", True), ("x", False)]
+)
 def test_check_accepts_a_cell_with_other_settings(suffix: str, exists: bool) -> None:
     try:
         quarantine.check([entry(cell=REAL + suffix)], catalog.load())
@@ -99,9 +124,16 @@ def test_check_accepts_a_cell_with_other_settings(suffix: str, exists: bool) -> 
         assert exists
 
 
-def test_run_with_an_entry_for_an_unknown_cell_is_an_error(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("quarantined: [{cell: fsdp-generate/nobody-fsdp, owner: a, until: 2026-12-01, reason: r}]")
+def test_run_with_an_entry_for_an_unknown_cell_is_an_error(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(
+        "quarantined: [{cell: fsdp-generate/nobody-fsdp, owner: a, until: 2026-12-01, reason: r}]"
+    )
     words = ["matrix", "case=fsdp-generate", "hardware=cpu", "--dry-run", "--json"]
-    assert cli.main(words) == 2 and "'fsdp-generate/nobody-fsdp'; did you mean" in capsys.readouterr().err
+    assert (
+        cli.main(words) == 2
+        and "'fsdp-generate/nobody-fsdp'; did you mean" in capsys.readouterr().err
+    )
     file.unlink()
     assert cli.main(words) == 0 and json.loads(capsys.readouterr().out)

@@ -69,7 +69,11 @@ def shown(rows: list[Row]) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("how", ["edited", "grader", "variant", "cut", "verdict"])
 def test_load_rows_grades_only_stale_cells(
-    how: str, folder: Path, cases: Mapping[str, Case], graded: list[str], monkeypatch: pytest.MonkeyPatch
+    how: str,
+    folder: Path,
+    cases: Mapping[str, Case],
+    graded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stored = rows = load_rows(folder, cases, write=True)
     first = rows[0].evidence
@@ -89,7 +93,9 @@ def test_load_rows_grades_only_stale_cells(
         (folder / SUMMARY).write_bytes(b"".join(others) + lines[0][:200])
     elif how == "verdict":  # of a row that is otherwise fresh
         path = folder / SUMMARY
-        path.write_bytes(path.read_bytes().replace(b'"outcome":"reproduced"', b'"outcome":"passed"', 1))
+        path.write_bytes(
+            path.read_bytes().replace(b'"outcome":"reproduced"', b'"outcome":"passed"', 1)
+        )
     notes: list[str] = []
     again = load_rows(folder, cases, notes)
     assert graded == [first] and bool(notes) == (how == "verdict")
@@ -125,15 +131,26 @@ def test_load_rows_takes_roles_from_the_catalog_without_grading_again(
     before = load_rows(folder, cases, write=True)
     graded.clear()
     known = cases[CASE].variants
-    assert all(row.role == known[row.variant].role for row in before) and before[0].role == "unfixed"
-    variants = {**known, "synced": known["synced"].model_copy(update={"role": "probe", "help": "other words"})}
-    changed = load_rows(folder, {**cases, CASE: cases[CASE].model_copy(update={"variants": variants})})
+    assert (
+        all(row.role == known[row.variant].role for row in before) and before[0].role == "unfixed"
+    )
+    variants = {
+        **known,
+        "synced": known["synced"].model_copy(update={"role": "probe", "help": "other words"}),
+    }
+    changed = load_rows(
+        folder, {**cases, CASE: cases[CASE].model_copy(update={"variants": variants})}
+    )
     synced = {(row.variant, row.role, row.help) for row in changed if row.variant == "synced"}
     assert synced == {("synced", "probe", "other words")} and graded == []
-    assert {compared(row, {}).role for row in before if not row.first} == {"probe"}, "a case that is gone"
+    assert {compared(row, {}).role for row in before if not row.first} == {"probe"}, (
+        "a case that is gone"
+    )
 
 
-def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, cases: Mapping[str, Case]) -> None:
+def test_load_rows_names_damaged_evidence_and_loses_nothing_else(
+    folder: Path, cases: Mapping[str, Case]
+) -> None:
     rows = load_rows(folder, cases)
     path = folder / rows[0].evidence
     path.write_text(path.read_text()[:1000])
@@ -143,9 +160,13 @@ def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, c
     assert len(notes) == 1 and str(path) in notes[0]
 
 
-def test_load_rows_reads_what_a_run_appended(folder: Path, cases: Mapping[str, Case], graded: list[str]) -> None:
+def test_load_rows_reads_what_a_run_appended(
+    folder: Path, cases: Mapping[str, Case], graded: list[str]
+) -> None:
     rows = load_rows(folder, cases)
-    assert {row.variant for row in rows} >= {"unfixed"} and all(row.attempts or row.skipped for row in rows)
+    assert {row.variant for row in rows} >= {"unfixed"} and all(
+        row.attempts or row.skipped for row in rows
+    )
     for document in Store(folder).documents():
         summary.append_cell(folder, document, cases, summary.grading_keys(cases))
     graded.clear()
@@ -162,7 +183,9 @@ def test_load_rows_reads_what_a_run_appended(folder: Path, cases: Mapping[str, C
         adapter().validate_python(line)
 
 
-@pytest.mark.parametrize("how", ["verdict", "fingerprint", "record", "versions", "outcome", "truncated"])
+@pytest.mark.parametrize(
+    "how", ["verdict", "fingerprint", "record", "versions", "outcome", "truncated"]
+)
 def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[str, Case]) -> None:
     rows = load_rows(folder, cases)
     write_rows(folder, rows)
@@ -171,7 +194,10 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
     document = json.loads(path.read_text())
     attempt = document["variants"]["unfixed"]["attempts"][0]["observation"]
     if how == "verdict":
-        write_rows(folder, [replace(row, verdict="FIXED") if row.variant == "unfixed" else row for row in rows])
+        write_rows(
+            folder,
+            [replace(row, verdict="FIXED") if row.variant == "unfixed" else row for row in rows],
+        )
     elif how == "fingerprint":
         document["variants"]["unfixed"]["fingerprint"] = "edited"
     elif how == "record":
@@ -184,38 +210,55 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
         path.write_text(path.read_text()[:500])
     elif how != "verdict":
         write_json(path, document)
-    found = regrade(folder, cases)[1][{"verdict": "differences", "truncated": "damaged"}.get(how, "edited")]
+    found = regrade(folder, cases)[1][
+        {"verdict": "differences", "truncated": "damaged"}.get(how, "edited")
+    ]
     assert found and all(rows[0].evidence in text or how == "verdict" for text in found)
 
 
-def test_regrade_of_the_baseline_finds_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["regrade", "--baseline"]) == 0 and main(["regrade", str(tmp_path)]) == 2, capsys.readouterr().out
+def test_regrade_of_the_baseline_finds_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["regrade", "--baseline"]) == 0 and main(["regrade", str(tmp_path)]) == 2, (
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("how", ["missing", "older", "edited", "lacks a cell"])
 def test_rows_of_stacks_does_not_trust_a_summary_that_is_behind_its_evidence(
-    how: str, folder: Path, cases: Mapping[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    folder: Path,
+    cases: Mapping[str, Case],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What `upgrade` reads: a fix whose evidence shows the failure counts, whatever the summary says."""
+    """What `upgrade` reads: a fix whose evidence shows the failure counts, whatever the summary
+    says."""
     monkeypatch.setattr(runs, "scratch", lambda: tmp_path / "none")
     rows = load_rows(folder, cases, write=True)
     stacks = [{"torch": row.stack.versions["torch"]} for row in rows]
     assert shown(runs.rows_of_stacks(stacks, folder, [])) == shown(rows)
     path, file = folder / SUMMARY, folder / rows[0].evidence
-    fix = next(row.variant for row in rows if row.evidence == rows[0].evidence and row.verdict == "FIXED")
+    fix = next(
+        row.variant for row in rows if row.evidence == rows[0].evidence and row.verdict == "FIXED"
+    )
     document = json.loads(file.read_bytes())
     document["variants"][fix]["attempts"] = document["variants"]["unfixed"]["attempts"]
     if how == "edited":
         path.write_bytes(path.read_bytes().replace(b"reproduced", b"Reproduced", 1))
     elif how == "lacks a cell":
-        path.write_bytes(b"".join(line for line in path.open("rb") if rows[0].evidence.encode() not in line))
+        path.write_bytes(
+            b"".join(line for line in path.open("rb") if rows[0].evidence.encode() not in line)
+        )
     write_json(file, document)
     if how == "missing":
         path.unlink()
     elif how != "older":
         os.utime(path, (time.time() + 9, time.time() + 9))
     found = runs.rows_of_stacks(stacks, folder, [])
-    assert [row.verdict for row in found if (row.evidence, row.variant) == (rows[0].evidence, fix)] == ["NOT_FIXED"]
+    assert [
+        row.verdict for row in found if (row.evidence, row.variant) == (rows[0].evidence, fix)
+    ] == ["NOT_FIXED"]
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated"])
@@ -228,21 +271,35 @@ def test_evidence_that_is_lost_is_no_row_and_stops_an_upgrade(
     else:
         (folder / evidence).write_bytes((folder / evidence).read_bytes()[:1000])
     notes: list[str] = []
-    assert evidence not in {row.evidence for row in runs.current_rows(folder, notes)} and evidence in notes[0]
+    assert (
+        evidence not in {row.evidence for row in runs.current_rows(folder, notes)}
+        and evidence in notes[0]
+    )
     ends = ("--from", "torch2.6-tf4.51", "--to", "current", f"case={CASE}")
-    assert main(["upgrade", *ends, f"results={folder}"]) == 3 and evidence in capsys.readouterr().err
+    assert (
+        main(["upgrade", *ends, f"results={folder}"]) == 3 and evidence in capsys.readouterr().err
+    )
     main(["upgrade", *ends, f"results={folder}-mistyped"])
     assert f"{folder}-mistyped" in capsys.readouterr().err
 
 
-def test_cell_that_did_not_end_is_reported_as_less_than_requested(folder: Path, cases: Mapping[str, Case]) -> None:
-    assert not lacking(load_rows(folder, cases)) and main(["report", str(folder), "--format", "json"]) == 0
+def test_cell_that_did_not_end_is_reported_as_less_than_requested(
+    folder: Path, cases: Mapping[str, Case]
+) -> None:
+    assert (
+        not lacking(load_rows(folder, cases))
+        and main(["report", str(folder), "--format", "json"]) == 0
+    )
     file = sorted(folder.rglob("*.json"))[0]
     write_json(file, {**json.loads(file.read_bytes()), "complete": False})
-    assert lacking(load_rows(folder, cases)) and main(["report", str(folder), "--format", "json"]) == 3
+    assert (
+        lacking(load_rows(folder, cases)) and main(["report", str(folder), "--format", "json"]) == 3
+    )
 
 
-def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Path, cases: Mapping[str, Case]) -> None:
+def test_run_whose_evidence_is_lost_is_no_passing_run(
+    folder: Path, tmp_path: Path, cases: Mapping[str, Case]
+) -> None:
     earlier, later = tmp_path / "runs" / "2", tmp_path / "runs" / "1"
     rows = load_rows(folder, cases, write=True)
     for place in (earlier, later):  # in the order of time, which their names do not have
@@ -255,10 +312,14 @@ def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Pa
         runs.store_exit_code(earlier, code)
         assert bool(since_last_passing(later, rows, cases).passing) is passed
     (later / runs.MANIFEST).rename(later / "moved")
-    assert not since_last_passing(later, rows, cases).passing  # a folder that is no run, e.g. published results
+    assert not since_last_passing(
+        later, rows, cases
+    ).passing  # a folder that is no run, e.g. published results
     (later / "moved").rename(later / runs.MANIFEST)
     cell = " ".join(rows[0].cell[::-1])
-    manifest = json.loads((earlier / runs.MANIFEST).read_bytes()) | {"planned": [cell, "cpu current case/not-there"]}
+    manifest = json.loads((earlier / runs.MANIFEST).read_bytes()) | {
+        "planned": [cell, "cpu current case/not-there"]
+    }
     for planned, partial in (([cell], False), (manifest["planned"], True)):
         (earlier / runs.MANIFEST).write_text(json.dumps({**manifest, "planned": planned}))
         previous = since_last_passing(later, rows, cases).previous

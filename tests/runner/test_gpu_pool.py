@@ -16,7 +16,13 @@ from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, 
 from repro_matrix.errors import ReproError
 from repro_matrix.launch.attempt import prepare, remove
 from repro_matrix.runner import gpu_pool
-from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
+from repro_matrix.runner.gpu_pool import (
+    GpuLocks,
+    GpuPool,
+    GpuProblem,
+    clear_leftovers,
+    register_run,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +50,9 @@ def sleeper() -> Iterator[Any]:
         process.wait()
 
 
-def gpu_state(users: dict[int, int | None], used_mb: int = 0, problem: str | None = None) -> GpuState:
+def gpu_state(
+    users: dict[int, int | None], used_mb: int = 0, problem: str | None = None
+) -> GpuState:
     processes = tuple(GpuProcess(pid, memory) for pid, memory in users.items())
     return GpuState(used_mb=used_mb, processes=processes, problem=problem)
 
@@ -75,8 +83,12 @@ def test_acquire_locks_all_gpus_or_none(tmp_path: Path, nvml: Any) -> None:
         assert one.acquire(["GPU-c"])
     finally:
         os.umask(before)
-    modes = [path.stat().st_mode & 0o777 for path in (gpu_pool.LOCKS, gpu_pool.LOCKS / "GPU-c.lock")]
-    assert modes == [0o777, 0o666] and not other.acquire(["GPU-c"]), "whatever the user and the cache"
+    modes = [
+        path.stat().st_mode & 0o777 for path in (gpu_pool.LOCKS, gpu_pool.LOCKS / "GPU-c.lock")
+    ]
+    assert modes == [0o777, 0o666] and not other.acquire(["GPU-c"]), (
+        "whatever the user and the cache"
+    )
     assert one.acquire(["GPU-a"]) and not one.acquire(["GPU-a"])
     assert other.free(["GPU-a", "GPU-b"]) == ["GPU-b"]
     assert not other.acquire(["GPU-b", "GPU-a"])
@@ -85,7 +97,9 @@ def test_acquire_locks_all_gpus_or_none(tmp_path: Path, nvml: Any) -> None:
     other.release(["GPU-a", "GPU-b"])
     nvml.states["GPU-a"] = gpu_state({4711: 30_000})
     one = GpuLocks(tmp_path, "one", nvml)
-    assert not one.acquire(["GPU-a"]) and one.free(["GPU-a"]) == ["GPU-a"], "another user's process is on it"
+    assert not one.acquire(["GPU-a"]) and one.free(["GPU-a"]) == ["GPU-a"], (
+        "another user's process is on it"
+    )
 
 
 def test_locks_that_cannot_be_opened_are_an_error_of_the_user(tmp_path: Path, nvml: Any) -> None:
@@ -99,7 +113,9 @@ def test_attempts_share_a_gpu_for_as_long_as_its_memory_lasts(tmp_path: Path, nv
     with GpuLocks(tmp_path, "ours", nvml) as ours:
         assert ours.acquire(["GPU-a"], 4000) and ours.room() == {"GPU-a": 6000}
         assert ours.acquire(["GPU-a"], 4000) and ours.room() == {"GPU-a": 2000}
-        assert not ours.acquire(["GPU-a"], 4000) and not ours.acquire(["GPU-a"]), "no room, and never whole"
+        assert not ours.acquire(["GPU-a"], 4000) and not ours.acquire(["GPU-a"]), (
+            "no room, and never whole"
+        )
         nvml.states["GPU-a"] = dataclasses.replace(gpu_state({4711: 9500}, 10_000), free_mb=500)
         assert ours.room() == {"GPU-a": 500}, "another user came: what the plan left is gone"
         assert ours.release(["GPU-a"], 4000) == {}, "who is on it is asked of the last one"
@@ -110,15 +126,23 @@ def test_attempts_share_a_gpu_for_as_long_as_its_memory_lasts(tmp_path: Path, nv
         assert ours.acquire(["GPU-a"], 4000) and ours.room() == {}, "unknown memory is not shared"
 
 
-def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, sleeper: Any, nvml: Any) -> None:
+def test_release_with_a_process_of_ours_left_keeps_the_lock(
+    tmp_path: Path, sleeper: Any, nvml: Any
+) -> None:
     with GpuLocks(tmp_path, "ours", nvml) as ours:
         assert ours.acquire(["GPU-a"])
         process = sleeper("ours")
         nvml.states["GPU-a"] = gpu_state({process.pid: 400})
         problem = ours.release(["GPU-a"])["GPU-a"]
-        assert problem.kind == "left" and str(process.pid) in problem.why and "400 MiB" in problem.why
+        assert (
+            problem.kind == "left" and str(process.pid) in problem.why and "400 MiB" in problem.why
+        )
         others = GpuLocks(tmp_path, "others")
-        assert not others.acquire(["GPU-a"]) and not ours.acquire(["GPU-a"]) and not ours.free(["GPU-a"])
+        assert (
+            not others.acquire(["GPU-a"])
+            and not ours.acquire(["GPU-a"])
+            and not ours.free(["GPU-a"])
+        )
         process.kill()
     assert others.acquire(["GPU-a"]) and others.release(["GPU-a"]) == {}
 
@@ -126,7 +150,10 @@ def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, slee
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        (gpu_state({}, 920), GpuProblem("left", "420 MiB of an ended attempt are still in use on it")),  # container
+        (
+            gpu_state({}, 920),
+            GpuProblem("left", "420 MiB of an ended attempt are still in use on it"),
+        ),  # container
         (gpu_state({1: 100}, 920), None),  # another user's process
         (gpu_state({}, 500, "NVML: GPU is lost"), GpuProblem("lost", "NVML: GPU is lost")),
         (gpu_state({}, 500), None),
@@ -149,7 +176,11 @@ def test_acquire_after_a_killed_run_ends_its_processes(tmp_path: Path, sleeper: 
     registered = gpu_pool._node(tmp_path) / "runs" / f"{run}.lock"
     registered.parent.mkdir(parents=True)
     registered.touch()  # as a killed controller leaves it
-    assert locks.acquire(["GPU-a", "GPU-b"]) and process.wait(60) is not None and not registered.exists()
+    assert (
+        locks.acquire(["GPU-a", "GPU-b"])
+        and process.wait(60) is not None
+        and not registered.exists()
+    )
     locks.release(["GPU-a", "GPU-b"])
 
 
@@ -167,7 +198,9 @@ def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> 
     assert not folder.exists() and not lock.exists() and clear_leftovers(tmp_path) == []
 
 
-def test_pool_leaves_out_a_gpu_while_another_user_has_it_and_a_failed_one_for_good(tmp_path: Path, nvml: Any) -> None:
+def test_pool_leaves_out_a_gpu_while_another_user_has_it_and_a_failed_one_for_good(
+    tmp_path: Path, nvml: Any
+) -> None:
     notes: list[str] = []
     gpus = [Gpu(index, "A100", f"GPU-{index}", 80_000) for index in range(2)]
     pool = GpuPool(gpus, GpuLocks(tmp_path, "run"), nvml, notes.append)
@@ -187,9 +220,14 @@ def test_pool_leaves_out_a_gpu_while_another_user_has_it_and_a_failed_one_for_go
 
 def test_stranger_ignores_monitors_and_desktops() -> None:
     assert stranger(gpu_state({})) is None and stranger(gpu_state({7: 10}, 500)) is None
-    assert stranger(gpu_state({7: 400, 8: None}, 400)) == "process 7 (400 MiB), process 8 (memory unknown)"
+    assert (
+        stranger(gpu_state({7: 400, 8: None}, 400))
+        == "process 7 (400 MiB), process 8 (memory unknown)"
+    )
     assert stranger(gpu_state({}, 20_000)), "in a container the driver names nobody"
-    assert "70000 MiB" in str(stranger(gpu_state({7: 10}, 70_010))), "a monitor is named, and who computes is not"
+    assert "70000 MiB" in str(stranger(gpu_state({7: 10}, 70_010))), (
+        "a monitor is named, and who computes is not"
+    )
     ours = GpuProcess(7, 50_000, ours=True)
     assert other_user(GpuState(used_mb=50_400, processes=(ours,))) is None
     assert other_user(GpuState(used_mb=70_000, processes=(ours, GpuProcess(8, 10))))

@@ -1,4 +1,5 @@
-"""weights=hub: one download before the run; what cannot be had is a skip that says why. The hub is a fake module."""
+"""weights=hub: one download before the run; what cannot be had is a skip that says why. The hub is
+a fake module."""
 
 from __future__ import annotations
 
@@ -49,17 +50,27 @@ def plans(stack: Stack, *texts: str, weights: Literal["random", "hub"] = "hub") 
     named = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step", *texts]))
     cells = place(CATALOGUE, named, [profile], auto=False)[0]
     stacks = {"current": stack}
-    return Planner(CATALOGUE, RunSettings(weights=weights), {"cpu": profile}, machine, stacks, {}).plan(cells)
+    return Planner(
+        CATALOGUE, RunSettings(weights=weights), {"cpu": profile}, machine, stacks, {}
+    ).plan(cells)
 
 
-def test_weights_are_downloaded_once_per_model_and_a_failure_skips_its_cells(stack: Stack, tmp_path: Path) -> None:
-    found = with_weights(plans(stack, "model=qwen1.5-0.5b,qwen-14b", "strategy=ddp,fsdp"), {"current": stack})
-    assert [plan.skipped is None for plan in found] == [plan.cell.model == "qwen1.5-0.5b" for plan in found]
+def test_weights_are_downloaded_once_per_model_and_a_failure_skips_its_cells(
+    stack: Stack, tmp_path: Path
+) -> None:
+    found = with_weights(
+        plans(stack, "model=qwen1.5-0.5b,qwen-14b", "strategy=ddp,fsdp"), {"current": stack}
+    )
+    assert [plan.skipped is None for plan in found] == [
+        plan.cell.model == "qwen1.5-0.5b" for plan in found
+    ]
     asked = (tmp_path / "asked").read_text(encoding="utf-8").split()
     assert sorted(asked) == ["Qwen/Qwen-14B", "Qwen/Qwen1.5-0.5B"]
     random = plans(stack, "model=qwen-14b", "strategy=ddp", weights="random")
     assert with_weights(random, {"current": stack}) == random
-    assert download(stack, "Qwen/Qwen1.5-0.5B") is None, "although the process prints more than its answer"
+    assert download(stack, "Qwen/Qwen1.5-0.5B") is None, (
+        "although the process prints more than its answer"
+    )
 
 
 def test_download_failure_gives_the_reason(stack: Stack) -> None:

@@ -1,4 +1,5 @@
-"""pytest as a front door: its own options do what they say of the matrix's cells. Nothing is launched here."""
+"""pytest as a front door: its own options do what they say of the matrix's cells. Nothing is
+launched here."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from repro_matrix.runner.engine import Event, Summary
 pytest_plugins = ["pytester"]
 CASE = "ddp-unfinished-reduction"
 AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
-SEEN: dict[str, tuple[str, str]] = {}  # variant -> (verdict, expected); a variant that is not named: (FIXED, expected)
+SEEN: dict[
+    str, tuple[str, str]
+] = {}  # variant -> (verdict, expected); a variant that is not named: (FIXED, expected)
 ASKED: list[tuple[str, ...]] = []
 WRONG: dict[str, str] = {}  # variant -> why the run does not end with 0
 
@@ -30,12 +33,23 @@ def measured(self: Measurement, place: Place) -> list[tuple[SimpleNamespace, str
     variants = tuple(self.wanted[place])
     ASKED.append(variants)
     return [
-        (SimpleNamespace(variant=variant, verdict=verdict, state=state, expected_verdict="FIXED", attempts=[1],
-                         difference="expected FIXED", reason=f"of {variant}",
-                         torchrun=f"torchrun {variant}", quarantine="#12 (ada)"),
-         WRONG.get(variant, ""))
-        for variant in variants for verdict, state in [SEEN.get(variant, ("FIXED", "expected"))]
-    ]  # fmt: skip
+        (
+            SimpleNamespace(
+                variant=variant,
+                verdict=verdict,
+                state=state,
+                expected_verdict="FIXED",
+                attempts=[1],
+                difference="expected FIXED",
+                reason=f"of {variant}",
+                torchrun=f"torchrun {variant}",
+                quarantine="#12 (ada)",
+            ),
+            WRONG.get(variant, ""),
+        )
+        for variant in variants
+        for verdict, state in [SEEN.get(variant, ("FIXED", "expected"))]
+    ]
 
 
 @pytest.fixture
@@ -58,22 +72,33 @@ def names(result: pytest.RunResult) -> list[str]:
 
 def test_plugin_node_ids_do_not_depend_on_the_selection(run: Any) -> None:
     every = names(run("--collect-only", "-q"))
-    assert f"{AT}::freeze" in every and f"{AT}::bucket-view" in every and f"{AT}::unfixed" not in every
-    assert names(run("--collect-only", "-q", "-k", "freeze or touch")) == [f"{AT}::freeze", f"{AT}::touch"]
+    assert (
+        f"{AT}::freeze" in every and f"{AT}::bucket-view" in every and f"{AT}::unfixed" not in every
+    )
+    assert names(run("--collect-only", "-q", "-k", "freeze or touch")) == [
+        f"{AT}::freeze",
+        f"{AT}::touch",
+    ]
     assert names(run("--collect-only", "-q", "-m", "control")) == []
     assert names(run("--collect-only", "-q", "-m", "failure", "--strict-markers")) == every
     assert ASKED == []
     result = run("-k", "nothing-of-that-name")
-    result.stdout.fnmatch_lines([f"collected {len(every)} items / {len(every)} deselected / 0 selected"])
+    result.stdout.fnmatch_lines(
+        [f"collected {len(every)} items / {len(every)} deselected / 0 selected"]
+    )
 
 
 def test_plugin_last_failed_and_exitfirst(run: Any) -> None:
     SEEN["freeze"] = SEEN["touch"] = ("NOT_FIXED", "unexpected")
     result = run("-v", "-k", "freeze or touch or find-unused")
     shown = [line.split()[0] for line in result.outlines if " PASSED" in line or " FAILED" in line]
-    assert set(shown) == set(names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))), "as typed"
+    assert set(shown) == set(
+        names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))
+    ), "as typed"
     result.assert_outcomes(passed=1, failed=2)
-    assert {tuple(sorted(variants)) for variants in ASKED} == {("find-unused", "freeze", "touch")}, "one measurement"
+    assert {tuple(sorted(variants)) for variants in ASKED} == {
+        ("find-unused", "freeze", "touch")
+    }, "one measurement"
     result.stdout.fnmatch_lines(["*NOT_FIXED: of freeze*", "*manually: torchrun freeze*"])
     SEEN.pop("touch")
     run("-v", "--lf").assert_outcomes(passed=1, failed=1)
@@ -90,21 +115,30 @@ def test_plugin_expected_failure_is_strict_xfail(run: Any) -> None:
         run("-k", "bucket-view").assert_outcomes(failed=1)
 
 
-def test_plugin_problem_of_a_run_fails_the_test_and_a_quarantined_difference_is_xfail(run: Any) -> None:
+def test_plugin_problem_of_a_run_fails_the_test_and_a_quarantined_difference_is_xfail(
+    run: Any,
+) -> None:
     WRONG["freeze"] = "1 attempt of unfixed gave no answer"
     SEEN["touch"] = ("NOT_FIXED", "quarantined")
     result = run("-rx", "-k", "freeze or touch or find-unused")
     result.assert_outcomes(passed=1, failed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*manually: torchrun freeze*"])
+    result.stdout.fnmatch_lines(
+        ["*1 attempt of unfixed gave no answer*", "*manually: torchrun freeze*"]
+    )
     result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of touch (quarantined: #12 (ada))"])
 
 
 def test_results_of_lists_problems_of_the_run() -> None:
-    passed, lost = observation(ok(0), ok(1)), observation(infra_error={"kind": "port", "message": "taken"})
+    passed, lost = (
+        observation(ok(0), ok(1)),
+        observation(infra_error={"kind": "port", "message": "taken"}),
+    )
     today = date(2026, 11, 22)
 
     def wrong(unfixed: list[Any], fix: list[Any], entries: list[Quarantine], **changes: Any) -> str:
-        made = document({"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, cell_id="c/m", **changes)
+        made = document(
+            {"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, cell_id="c/m", **changes
+        )
         return {row.variant: wrong for row, wrong in results_of(made, {}, entries, today)}["fix"]
 
     reproduced, good, bad = ("reproduced", passed), ("passed", passed), ("infra_error", lost)
@@ -114,10 +148,18 @@ def test_results_of_lists_problems_of_the_run() -> None:
     assert wrong([reproduced], [bad, again], []) == "", "it was made once more, and answered"
 
     def entry(day: int, **more: Any) -> Quarantine:
-        return Quarantine(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
+        return Quarantine(
+            **{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more}
+        )
 
-    assert "entry expired: c/m, ada until 2026-11-21: #12" in wrong([reproduced], [good], [entry(21)])
-    assert wrong([reproduced], [good], [entry(22)]) == wrong([reproduced], [good], [entry(21, variant="other")]) == ""
+    assert "entry expired: c/m, ada until 2026-11-21: #12" in wrong(
+        [reproduced], [good], [entry(21)]
+    )
+    assert (
+        wrong([reproduced], [good], [entry(22)])
+        == wrong([reproduced], [good], [entry(21, variant="other")])
+        == ""
+    )
 
 
 def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) -> None:
@@ -125,8 +167,9 @@ def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pyt
     run("-k", "freeze or touch", "--junitxml=out.xml").assert_outcomes(passed=1, failed=1)
     cases = list(ET.parse(pytester.path / "out.xml").iter("testcase"))
     assert [(c.get("classname"), c.get("name")) for c in cases] == [
-        (f"repro.{CASE}.qwen1.5-0.5b/ddp", "freeze"), (f"repro.{CASE}.qwen1.5-0.5b/ddp", "touch"),
-    ]  # fmt: skip
+        (f"repro.{CASE}.qwen1.5-0.5b/ddp", "freeze"),
+        (f"repro.{CASE}.qwen1.5-0.5b/ddp", "touch"),
+    ]
     assert cases[1].find("failure") is not None
 
 
@@ -161,7 +204,9 @@ def test_plugin_all_skipped_exits_with_5(pytester: pytest.Pytester, run: Any) ->
         ("case=ddp-unfinishd-reduction", "did you mean 'ddp-unfinished-reduction'"),
     ],
 )
-def test_plugin_invalid_selection_is_a_usage_error(text: str, message: str, pytester: pytest.Pytester) -> None:
+def test_plugin_invalid_selection_is_a_usage_error(
+    text: str, message: str, pytester: pytest.Pytester
+) -> None:
     result = pytester.runpytest_inprocess("--repro", text, "-n", "0", "--collect-only")
     assert result.ret == pytest.ExitCode.USAGE_ERROR and message in result.stderr.str()
 
@@ -173,7 +218,9 @@ def prepared_measurement(tmp_path: Path, *variants: str) -> tuple[Measurement, P
     return Measurement(prepared, texts, (), wanted={place: list(variants)}), place
 
 
-def test_measurement_runs_selected_variants_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measurement_runs_selected_variants_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def execute(prepared: Any, take: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
         (plan,) = prepared.plans
         launched.append([variant.variant for variant in plan.variants])
@@ -184,6 +231,8 @@ def test_measurement_runs_selected_variants_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(workplace, "execute", execute)
     monkeypatch.setattr("repro_matrix.pytest_cells.results_of", lambda document, *given: document)
     measurement, place = prepared_measurement(tmp_path, "touch", "freeze")
-    assert measurement.results(place) == measurement.results(place) == ["unfixed", "freeze", "touch"]
+    assert (
+        measurement.results(place) == measurement.results(place) == ["unfixed", "freeze", "touch"]
+    )
     assert launched == [["unfixed", "freeze", "touch"]]
     measurement.close()

@@ -20,7 +20,12 @@ CASE = catalog.load().cases["train-step"]
 def write_sides(folder: Path) -> None:
     """Write what a rank leaves: the reference, its runs with noise, and the trained model."""
     folder.mkdir(parents=True)
-    for side, how in (("trusted", {}), ("noise1", {"noise": 1}), ("noise2", {"noise": 2}), ("", {"plant": "buffer"})):
+    for side, how in (
+        ("trusted", {}),
+        ("noise1", {"noise": 1}),
+        ("noise2", {"noise": 2}),
+        ("", {"plant": "buffer"}),
+    ):
         name = f"trace-0.{side}.jsonl" if side else "trace-0.jsonl"
         (train(folder.with_name("one"), **how) / "trace-0.jsonl").rename(folder / name)
 
@@ -41,7 +46,9 @@ class Failing(Fake):
         for rank in found["ranks"]:
             for check in rank["record"]["checks"]:
                 if check["name"] in self.checks:
-                    check.update(passed=False, actual=1.0, expected=0.0, tolerance=1e-6, subject="26 tensors")
+                    check.update(
+                        passed=False, actual=1.0, expected=0.0, tolerance=1e-6, subject="26 tensors"
+                    )
         return found
 
 
@@ -57,11 +64,19 @@ def test_unexpected_failure_has_its_place_and_stays_one_attempt(tmp_path: Path) 
     document = run(tmp_path, launcher)
     (made,) = document["variants"]["control"]["attempts"]
     place = made["observation"]["place"]
-    assert place["stage"] == "buffer" and place["place"] == "rotary" and place["outcome"] == "other_failure"
+    assert (
+        place["stage"] == "buffer"
+        and place["place"] == "rotary"
+        and place["outcome"] == "other_failure"
+    )
     assert place["sentence"] in made["outcome"]["reason"] and made["outcome"]["check"] == "gradient"
     assert place["sentence"] in document["verdicts"]["control"]["reason"]
     (traced,) = launcher.traced
-    assert traced.references is None and not Path(traced.trace[TRACE]).exists() and len(launcher.launched) == 2
+    assert (
+        traced.references is None
+        and not Path(traced.trace[TRACE]).exists()
+        and len(launcher.launched) == 2
+    )
     (again,) = regrade([document], catalog.load().cases)
     assert again["variants"]["control"]["attempts"][0]["outcome"] == made["outcome"]
     assert run(tmp_path, launcher, resume=True)["complete"] and len(launcher.launched) == 2

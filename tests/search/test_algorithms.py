@@ -1,4 +1,5 @@
-"""Searches stay within their number of probes; without enough probes a result is wider or larger, never wrong."""
+"""Searches stay within their number of probes; without enough probes a result is wider or larger,
+never wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from repro_matrix.search.algorithms import (
     labels_of,
     least,
     version_map,
-)  # fmt: skip
+)
 from repro_matrix.search.parameters import (
     OUT,
     Config,
@@ -31,7 +32,7 @@ from repro_matrix.search.parameters import (
     needed,
     reduce,
     replaced,
-)  # fmt: skip
+)
 
 GOOD, BAD, UNKNOWN = Side.GOOD, Side.BAD, Side.UNKNOWN
 SIDES = st.sampled_from([GOOD, BAD, UNKNOWN])
@@ -77,7 +78,10 @@ def test_bisect_monotone_history_is_exact_within_its_probes(case: tuple[int, int
     assert len(trail.answers) <= log2(count) + 2
 
 
-@given(st.lists(SIDES, max_size=80) | st.lists(st.sampled_from([GOOD, BAD]), max_size=120), st.integers(2, 12))
+@given(
+    st.lists(SIDES, max_size=80) | st.lists(st.sampled_from([GOOD, BAD]), max_size=120),
+    st.integers(2, 12),
+)
 def test_bisect_any_history_gives_a_real_change(middle: list[Side], most: int) -> None:
     _, limited = bisected([GOOD, *middle, BAD], max_probes=most)
     assert len(limited.answers) <= most and (limited.ended is None or len(limited.answers) == most)
@@ -88,7 +92,9 @@ def test_bisect_any_history_gives_a_real_change(middle: list[Side], most: int) -
 
 def test_bisect_confirm_continues_before_a_flaky_good_point() -> None:
     history = [GOOD, GOOD, BAD, BAD, BAD, BAD, BAD, BAD]
-    trail = Trail(lambda at: GOOD if at == 3 else history[at], {0: GOOD, 7: BAD})  # 3 looks good at first
+    trail = Trail(
+        lambda at: GOOD if at == 3 else history[at], {0: GOOD, 7: BAD}
+    )  # 3 looks good at first
     assert bisect(trail, 0, 7, confirm=history.__getitem__) == Boundary(1, 2)
     assert bisect(Trail(lambda at: GOOD, {0: GOOD, 2: BAD}), 0, 2, confirm=lambda at: BAD) is None
 
@@ -96,7 +102,9 @@ def test_bisect_confirm_continues_before_a_flaky_good_point() -> None:
 # -- version maps
 
 
-def mapped(history: list[tuple[Any, ...]], samples: int = 8, **how: Any) -> tuple[Trail[int, Any], Probe]:
+def mapped(
+    history: list[tuple[Any, ...]], samples: int = 8, **how: Any
+) -> tuple[Trail[int, Any], Probe]:
     names = "ab"[: len(history[0])]
     probe = Probe(lambda at: dict(zip(names, history[at])))
     trail: Trail[int, Any] = Trail(probe, **how)
@@ -105,7 +113,9 @@ def mapped(history: list[tuple[Any, ...]], samples: int = 8, **how: Any) -> tupl
 
 
 @given(st.lists(st.tuples(LABELS, LABELS), min_size=1, max_size=100), st.integers(2, 30))
-def test_version_map_contains_only_probed_answers(history: list[tuple[str | None, str | None]], samples: int) -> None:
+def test_version_map_contains_only_probed_answers(
+    history: list[tuple[str | None, str | None]], samples: int
+) -> None:
     trail, probe = mapped(history, samples)
     assert len(set(probe.asked)) == len(probe.asked)
     for variant, side in (("a", 0), ("b", 1)):
@@ -139,22 +149,33 @@ def test_version_map_limit_counts_all_variants() -> None:
 def monotone(draw: st.DrawFn) -> tuple[list[str], list[frozenset[str]]]:
     """Things, and some groups of them: the failure occurs where one whole group is there."""
     things = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=10))
-    groups = draw(st.lists(st.frozensets(st.sampled_from(things or ["-"]), max_size=4), min_size=1, max_size=3))
+    groups = draw(
+        st.lists(
+            st.frozensets(st.sampled_from(things or ["-"]), max_size=4), min_size=1, max_size=3
+        )
+    )
     return things, [group & frozenset(things) for group in groups]
 
 
 @given(monotone())
-def test_ddmin_of_a_monotone_failure_is_one_group(drawn: tuple[list[str], list[frozenset[str]]]) -> None:
+def test_ddmin_of_a_monotone_failure_is_one_group(
+    drawn: tuple[list[str], list[frozenset[str]]],
+) -> None:
     things, groups = drawn
     trail = Trail(Probe(lambda kept: any(group <= set(kept) for group in groups)))
     found = ddmin(things, trail.ask)
-    assert frozenset(found) in groups and list(found) == [thing for thing in things if thing in found]
+    assert frozenset(found) in groups and list(found) == [
+        thing for thing in things if thing in found
+    ]
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False))
 def test_ddmin_of_any_failure_is_one_minimal(count: int, rng: random.Random) -> None:
     answers: dict[tuple[int, ...], bool] = {}
-    found = ddmin(range(count), lambda kept: answers.setdefault(kept, len(kept) == count or rng.choice([True, False])))
+    found = ddmin(
+        range(count),
+        lambda kept: answers.setdefault(kept, len(kept) == count or rng.choice([True, False])),
+    )
     assert answers.get(found, len(found) == count)
     assert not any(answers[tuple(x for x in found if x != thing)] for thing in found)
 
@@ -168,7 +189,11 @@ def test_least_has_a_lower_neighbour_without_the_failure(count: int, data: st.Da
     assert len(probe.asked) <= 2 * count.bit_length() and probe.asked[:1] == [0][: count - 1]
 
 
-@given(st.integers(1, 14).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), max_size=4))))
+@given(
+    st.integers(1, 14).flatmap(
+        lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), max_size=4))
+    )
+)
 def test_find_culprits_of_a_monotone_cause_is_exact(case: tuple[int, set[int]]) -> None:
     count, cause = case
     wanted = {f"p{i}" for i in cause}
@@ -182,7 +207,9 @@ def test_find_culprits_of_a_monotone_cause_is_exact(case: tuple[int, set[int]]) 
 def test_find_culprits_lists_unproven_members(count: int, rng: random.Random) -> None:
     items = [f"p{i}" for i in range(count)]
     answers = {frozenset(items): BAD, frozenset[str](): GOOD}
-    found = find_culprits(items, lambda taken: answers.setdefault(taken, rng.choice([GOOD, BAD, UNKNOWN])))
+    found = find_culprits(
+        items, lambda taken: answers.setdefault(taken, rng.choice([GOOD, BAD, UNKNOWN]))
+    )
     members = frozenset(found.members or ())
     assert answers[members] is BAD
     assert all(answers[members - {item}] is GOOD for item in members - set(found.unproven))
@@ -211,7 +238,8 @@ GIVEN: Config = tuple(parameter.given for parameter in PARAMETERS)
 
 @st.composite
 def failures(draw: st.DrawFn) -> Answers:
-    """A failure that needs certain values of choices and a least value of numbers; some configurations are invalid."""
+    """A failure that needs certain values of choices and a least value of numbers; some
+    configurations are invalid."""
     rules: list[Callable[[Any], bool]] = []
     for parameter in PARAMETERS:
         if not draw(st.booleans()):
@@ -233,7 +261,9 @@ def failures(draw: st.DrawFn) -> Answers:
     return answer
 
 
-def reduced(answer: Answers, most: int | None = None) -> tuple[Config, bool, Trail[Config, bool | None]]:
+def reduced(
+    answer: Answers, most: int | None = None
+) -> tuple[Config, bool, Trail[Config, bool | None]]:
     asked: list[Config] = []
 
     def probe(config: Config) -> bool | None:
@@ -253,10 +283,14 @@ def test_reduce_result_is_minimal_and_every_choice_is_tested(answer: Answers, mo
     assert done and answer(config) is True
     early, done, limited = reduced(answer, most)
     assert answer(early) is True and done == (len(trail.answers) - 1 <= most)
-    assert list(trail.answers)[: len(limited.answers)] == list(limited.answers)  # the same probes in the same order
+    assert list(trail.answers)[: len(limited.answers)] == list(
+        limited.answers
+    )  # the same probes in the same order
     for at, (parameter, value) in enumerate(zip(PARAMETERS, config)):
         configs = {other: replaced(config, at, other) for other in parameter.values}
-        asked = {other: trail.answers[each] for other, each in configs.items() if each in trail.answers}
+        asked = {
+            other: trail.answers[each] for other, each in configs.items() if each in trail.answers
+        }
         if value != parameter.simplest:
             assert asked[parameter.simplest] is not True
             if parameter.number:
@@ -282,10 +316,21 @@ def test_needed_follows_from_answers(
 
 
 def test_arguments_of_are_options_with_their_values() -> None:
-    words = arguments_of(["train", "--lr", "1e-4", "--layers=24", "--bf16", "--sizes", "1", "2", "--n", "8"])
+    words = arguments_of(
+        ["train", "--lr", "1e-4", "--layers=24", "--bf16", "--sizes", "1", "2", "--n", "8"]
+    )
     assert [each.words(each.parameter.given) for each in words] == [
-        ["train"], ["--lr", "1e-4"], ["--layers=24"], ["--bf16"], ["--sizes", "1", "2"], ["--n", "8"],
-    ]  # fmt: skip
+        ["train"],
+        ["--lr", "1e-4"],
+        ["--layers=24"],
+        ["--bf16"],
+        ["--sizes", "1", "2"],
+        ["--n", "8"],
+    ]
     values = {each.parameter.name: each.parameter.values for each in words if each.parameter.number}
     assert values == {"--layers": (OUT, 1, 2, 4, 8, 16, 24), "--n": (OUT, 1, 2, 4, 8)}
-    assert words[2].words(2) == ["--layers=2"] and words[5].words(4) == ["--n", "4"] and words[2].words(OUT) == []
+    assert (
+        words[2].words(2) == ["--layers=2"]
+        and words[5].words(4) == ["--n", "4"]
+        and words[2].words(OUT) == []
+    )

@@ -28,7 +28,9 @@ class Cell:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
         self.capsys, self.launched = capsys, list[Json]()
-        self.outcome: Callable[[Json], Any] = lambda at: True  # whether, or in how many attempts, or the answer
+        self.outcome: Callable[[Json], Any] = lambda at: (
+            True
+        )  # whether, or in how many attempts, or the answer
         self.fixed: Callable[[Json], bool] = lambda at: True  # whether the fix passes
         request = CaseReduction.request
 
@@ -38,7 +40,11 @@ class Cell:
 
         def measure(search: Any, request: Any, stack: Any, variants: list[str], repeat: int) -> Any:
             self.launched.append(search.config)
-            answer = self.outcome(search.config) if variants == [search.variant] else not self.fixed(search.config)
+            answer = (
+                self.outcome(search.config)
+                if variants == [search.variant]
+                else not self.fixed(search.config)
+            )
             if not isinstance(answer, Answer):
                 times = repeat if answer is True else int(answer)
                 answer = Answer("reproduced" if times else "passed", "x", times, repeat)
@@ -66,21 +72,34 @@ def repro(capsys: Capsys, *words: str) -> tuple[int, Any, str]:
 def test_reduce_case_reports_needed_parameters(cell: Cell) -> None:
     cell.outcome = lambda at: at["flags.find_unused"] and at["model.config.num_hidden_layers"] >= 3
     code, data = cell.reduce("model.config.num_hidden_layers=24")
-    assert code == 0 and data["done"] and data["attempts"] == len(cell.launched) + 2  # the result: three times
+    assert (
+        code == 0 and data["done"] and data["attempts"] == len(cell.launched) + 2
+    )  # the result: three times
     assert set(data["needs"]) == {"flags.find_unused", "model.config.num_hidden_layers"}
     assert data["minimal"]["model.config.num_hidden_layers"] == 3 and data["minimal"]["steps"] == 1
-    layers = next(each for each in data["varied"] if each["name"] == "model.config.num_hidden_layers")
+    layers = next(
+        each for each in data["varied"] if each["name"] == "model.config.num_hidden_layers"
+    )
     assert {"value": 2, "reproduced": False, "answer": "passed"} in layers["answers"]
-    assert data["command"][:3] == ["repro", "run", CASE] and "model.config.num_hidden_layers=3" in data["command"]
+    assert (
+        data["command"][:3] == ["repro", "run", CASE]
+        and "model.config.num_hidden_layers=3" in data["command"]
+    )
     assert cli.main(["reduce", CASE, "model.config.num_hidden_layers=24"]) == 0
     out = cell.capsys.readouterr().out
-    assert "model.config.num_hidden_layers: 3; " in out and "model.config.num_hidden_layers=3" in out
+    assert (
+        "model.config.num_hidden_layers: 3; " in out and "model.config.num_hidden_layers=3" in out
+    )
 
 
 def test_reduce_case_keeps_sizes_at_which_the_fix_passes(cell: Cell) -> None:
     cell.fixed = lambda at: at["model.config.vocab_size"] >= 16
     code, data = cell.reduce()
-    assert code == 0 and data["minimal"]["model.config.vocab_size"] == 16 and "model.config.vocab_size" in data["needs"]
+    assert (
+        code == 0
+        and data["minimal"]["model.config.vocab_size"] == 16
+        and "model.config.vocab_size" in data["needs"]
+    )
     vocabulary = next(each for each in data["varied"] if each["name"] == "model.config.vocab_size")
     assert any("the fix non-reentrant fails" in each["answer"] for each in vocabulary["answers"])
     cell.fixed = lambda at: False  # not even as given
@@ -88,14 +107,22 @@ def test_reduce_case_keeps_sizes_at_which_the_fix_passes(cell: Cell) -> None:
 
 
 def test_reduce_case_command_gives_the_reduced_cell() -> None:
-    search = CaseReduction(None, ask([f"case={CASE}"]), stacks.resolve("current"), None, print, threading.Event())
+    search = CaseReduction(
+        None, ask([f"case={CASE}"]), stacks.resolve("current"), None, print, threading.Event()
+    )
     simplest = tuple(each.simplest for each in search.parameters)
     prepared = session.prepare([f"case={CASE}", *search.command(simplest)[3:]])
     found = prepared.plans[0].variants[0].settings
-    groups = {"flags": found["flags"], "case": found["strategy"]["options"], "model": found["model"]["config"]}
+    groups = {
+        "flags": found["flags"],
+        "case": found["strategy"]["options"],
+        "model": found["model"]["config"],
+    }
     for each, value in zip(search.parameters, simplest):
         group, _, name = each.name.partition(".")
-        assert (groups[group][name.rpartition(".")[2]] if group in groups else found[group]) == value
+        assert (
+            groups[group][name.rpartition(".")[2]] if group in groups else found[group]
+        ) == value
 
 
 @pytest.mark.parametrize(
@@ -138,7 +165,11 @@ def test_reduce_infra_error_is_never_evidence(cell: Cell, kind: Any, unsure: boo
     code, data = cell.reduce("env.X=1")
     found = next(each for each in data["varied"] if each["name"] == "env.X")
     assert found["needed"] is None and found["value"] == "1"
-    assert bool(data["unsure"]) == unsure and code == (3 if unsure else 0) and data["done"] == (not unsure)
+    assert (
+        bool(data["unsure"]) == unsure
+        and code == (3 if unsure else 0)
+        and data["done"] == (not unsure)
+    )
 
 
 # -- scripts
@@ -165,7 +196,9 @@ class Ranks:
         reproduced = "--boom" in attempt.command.argv
         ranks = range(attempt.world_size)
         failed = seen(*(rank(n, 1, raised("ValueError", "no")) for n in ranks), command_exit=1)
-        return of_attempt(failed if reproduced else seen(*map(rank, ranks)) if ranks else FINE, attempt)
+        return of_attempt(
+            failed if reproduced else seen(*map(rank, ranks)) if ranks else FINE, attempt
+        )
 
 
 @pytest.fixture
@@ -181,8 +214,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
 def test_reduce_script_leaves_out_arguments_and_ranks(ranks: Ranks, capsys: Capsys) -> None:
     words = ["./s.py", "--args=--boom --lr 3", "--nproc", "4", "results=out"]
     code, data, _ = repro(capsys, *words)
-    assert code == 0 and data["done"] and data["args"] == ["--boom"] and data["confirmed"] == "3 of 3"
-    assert data["nproc"] == 1 and data["needs"] == ["--boom"] and data["command"][-2:] == ["./s.py", "--boom"]
+    assert (
+        code == 0 and data["done"] and data["args"] == ["--boom"] and data["confirmed"] == "3 of 3"
+    )
+    assert (
+        data["nproc"] == 1
+        and data["needs"] == ["--boom"]
+        and data["command"][-2:] == ["./s.py", "--boom"]
+    )
     assert Path("s.py").read_text() == SCRIPT
     launched = ranks.launched
     assert repro(capsys, *words)[1]["attempts"] == 0 and ranks.launched == launched

@@ -53,12 +53,17 @@ def ends(data: Json) -> tuple[str, str]:
 
 
 def old_error_then(release: str) -> Callable[[Mapping[str, str]], Json]:
-    """Return a history: it passes before 4.39, then another error, and the failure from this release on."""
+    """Return a history: it passes before 4.39, then another error, and the failure from this
+    release on."""
 
     def observe(versions: Mapping[str, str]) -> Json:
         if before(versions, "4.39"):
             return FINE
-        return error("TypeError", "old") if before(versions, release) else error("IndexError", "list index 3")
+        return (
+            error("TypeError", "old")
+            if before(versions, release)
+            else error("IndexError", "list index 3")
+        )
 
     return observe
 
@@ -77,14 +82,22 @@ def test_bisect_named_error_finds_release_and_stores_probes(lab: Lab, capsys: Ca
 def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
     lab.history = old_error_then("4.41.1")
     data = result(lab.repro, capsys, *BISECT)
-    assert ends(data) == ("4.38.0", "4.41.1") and not data["stages"][0]["exact"]  # another error is unknown
-    assert {item["name"].split()[-1] for item in data["stages"][0]["unknown"]} <= {"4.39.3", "4.40.0", "4.41.0"}
+    assert (
+        ends(data) == ("4.38.0", "4.41.1") and not data["stages"][0]["exact"]
+    )  # another error is unknown
+    assert {item["name"].split()[-1] for item in data["stages"][0]["unknown"]} <= {
+        "4.39.3",
+        "4.40.0",
+        "4.41.0",
+    }
     assert "IndexError: list index #" in data["report"]
 
 
 def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) -> None:
     lab.history = old_error_then("4.42")
-    data = result(lab.repro, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
+    data = result(
+        lab.repro, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45"
+    )
     parts = [(part["first"], part["answer"]) for part in data["variants"]["unfixed"]["segments"]]
     assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
     assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
@@ -100,13 +113,18 @@ def test_bisect_metric_limit_lies_between_the_noisy_ends(lab: Lab, capsys: Capsy
 
 @pytest.mark.parametrize(
     ("values", "words", "code", "message"),
-    [([0.0, 0.3, 0.6], "loss", 2, "its noise (0.6)"), (None, "loss > 3", 3, "no rank printed a number")],
+    [
+        ([0.0, 0.3, 0.6], "loss", 2, "its noise (0.6)"),
+        (None, "loss > 3", 3, "no rank printed a number"),
+    ],
 )
 def test_bisect_metric_without_difference_is_refused(
     lab: Lab, capsys: Capsys, values: list[float] | None, words: str, code: int, message: str
 ) -> None:
     noise = iter((values or [0.0]) * 100)
-    lab.history = lambda v: number(None if values is None else (2.0 if before(v, "4.42") else 2.5) + next(noise))
+    lab.history = lambda v: number(
+        None if values is None else (2.0 if before(v, "4.42") else 2.5) + next(noise)
+    )
     assert message in result(lab.repro, capsys, *BISECT, "--metric", words, code=code)["err"]
 
 
@@ -130,16 +148,24 @@ def test_bisect_companion_packages_move_with_the_culprit(lab: Lab, capsys: Capsy
     """A lock file pins tokenizers, which no other transformers takes."""
 
     def needs(versions: Mapping[str, str]) -> str:
-        fits = ("0.15" if before(versions, "4.40") else "0.21") == versions.get("tokenizers", "")[:4]
+        fits = ("0.15" if before(versions, "4.40") else "0.21") == versions.get("tokenizers", "")[
+            :4
+        ]
         return "" if fits else "tokenizers"
 
-    lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "tokenizers": "0.20.9"}
+    lab.world.bases["current"] = {
+        **lab.world.bases["base"],
+        "python": "3.11.7",
+        "tokenizers": "0.20.9",
+    }
     lab.world.needs = needs
     old, new = "tokenizers==0.15.2 peft==0.9.0", "tokenizers==0.21.0 peft==0.10.0"
     write_locks(f"transformers==4.37.0 {old}", f"transformers==4.44.0 {new}")
     data = result(lab.repro, capsys, *LOCKS)
     assert data["packages"]["members"] == ["transformers"] and ends(data) == ("4.39.3", "4.40.0")
-    assert data["stages"][0]["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft never moves
+    assert (
+        data["stages"][0]["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"
+    )  # peft never moves
 
 
 def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
@@ -149,7 +175,10 @@ def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "einops": "0.8.2"}
     write_locks("torch==2.13.0 einops==0.7.0", "torch==2.13.0")
     good, bad, _ = endpoints("good.txt", "bad.txt", tmp_path)
-    assert Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n" and Path(bad).read_text() == "torch==2.13.0\n"
+    assert (
+        Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n"
+        and Path(bad).read_text() == "torch==2.13.0\n"
+    )
 
 
 # -- a command after --
@@ -159,7 +188,8 @@ COMMAND = ("--", "torchrun", "--nproc-per-node", "2", "train.py")
 
 
 def search(lab: Lab, capsys: Capsys, *words: str, code: int = 0) -> Json:
-    """Return the answer of a search with a command after --; its results folder is named before that."""
+    """Return the answer of a search with a command after --; its results folder is named before
+    that."""
     assert main([*words, f"results={lab.folder / 'results'}", "--json", *COMMAND]) == code
     out = capsys.readouterr()
     return dict(json.loads(out.out)) if out.out else {"err": out.err}
@@ -169,14 +199,22 @@ def test_searches_take_a_command_after_two_dashes(lab: Lab, capsys: Capsys) -> N
     words = ("stack=base", "--error", "IndexError: list index")
     found = search(lab, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0")
     assert ends(found) == ("4.39.3", "4.40.0") and shlex.join(COMMAND) in found["report"]
-    parts = search(lab, capsys, "versions", *words, "--range", "4.37..4.45")["variants"]["unfixed"]["segments"]
+    parts = search(lab, capsys, "versions", *words, "--range", "4.37..4.45")["variants"]["unfixed"][
+        "segments"
+    ]
     assert [part["first"] for part in parts] == ["4.37.0", "4.40.0"]
-    assert main(["versions", "--range", "4.37..4.45"]) == 2 and "Nothing to run" in capsys.readouterr().err
+    assert (
+        main(["versions", "--range", "4.37..4.45"]) == 2
+        and "Nothing to run" in capsys.readouterr().err
+    )
 
 
 def test_both_ends_changed_packages_are_not_listed(lab: Lab, capsys: Capsys) -> None:
     """Only what differs between the two ends: not what both changed in the base."""
-    lab.world.moves = lambda versions: {"tokenizers": "0.15" if before(versions, "4.40") else "0.19", "rich": "13"}
+    lab.world.moves = lambda versions: {
+        "tokenizers": "0.15" if before(versions, "4.40") else "0.19",
+        "rich": "13",
+    }
     (stage,) = result(lab.repro, capsys, *NAMED)["stages"]
     assert stage["also_changed"] == {"tokenizers": ["0.15", "0.19"]}
 
@@ -198,13 +236,18 @@ def test_where_nothing_changes_the_commands_that_vary_the_rest_run(
     lab.world.bases["base"] = {**lab.world.bases["base"], "numpy": "1.26.4"}
     fine = rank(0, log_tail="UserWarning: compiled with NumPy 1.x cannot be run in torch")
     lab.history = lambda v: seen(fine, rank(1)) if before(v, "2.0", "numpy") else Lab.failed
-    span = ("--good", "4.37.0", "--bad", "4.45.0") if name == "bisect" else ("--range", "4.37..4.45")
+    span = (
+        ("--good", "4.37.0", "--bad", "4.45.0") if name == "bisect" else ("--range", "4.37..4.45")
+    )
     words = [name, *(() if command else ("./train.py",)), "--nproc", "2", "stack=base", *span]
     words += ["--error", "IndexError: list index", f"results={lab.folder / 'results'}", *command]
     assert main(words) == (2 if name == "bisect" else 0)
     out = capsys.readouterr()
     offered = commands((out.err if name == "bisect" else out.out).splitlines())
-    assert len(offered) == 3 and {each[each.index("--package") + 1] for each in offered[:2]} == {"numpy", "torch"}
+    assert len(offered) == 3 and {each[each.index("--package") + 1] for each in offered[:2]} == {
+        "numpy",
+        "torch",
+    }
     for each in offered:
         assert main(each[1:]) in (0, 2)
     assert {attempt.world_size for attempt in lab.launched} == {1, 2}

@@ -10,7 +10,11 @@ from simulated import train
 def good(tmp_path_factory):
     """Return the folders of the good side and of its noise runs."""
     folder = tmp_path_factory.mktemp("good")
-    return [train(folder / "good"), train(folder / "noise1", noise=1), train(folder / "noise2", noise=2)]
+    return [
+        train(folder / "good"),
+        train(folder / "noise1", noise=1),
+        train(folder / "noise2", noise=2),
+    ]
 
 
 @pytest.fixture

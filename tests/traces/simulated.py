@@ -1,5 +1,6 @@
-"""A tiny training in numpy that writes the traces that ranks would: any number of ranks and micro-batches, sharded or
-split parameters, and errors of every stage. Computed in float32; noise of a part of an ulp stands for rounding."""
+"""A tiny training in numpy that writes the traces that ranks would: any number of ranks and
+micro-batches, sharded or split parameters, and errors of every stage. Computed in float32; noise of
+a part of an ulp stands for rounding."""
 
 import base64
 import binascii
@@ -62,7 +63,9 @@ class Simulation:
         self.lines = defaultdict(list)  # rank -> events
         rng = np.random.default_rng(run.seed)
         self.data = rng.integers(0, VOCABULARY, (run.steps + 1, run.batch, TOKENS))
-        self.counts = rng.integers(1, TOKENS + 1, (run.steps + 1, run.batch))  # labels of each sample
+        self.counts = rng.integers(
+            1, TOKENS + 1, (run.steps + 1, run.batch)
+        )  # labels of each sample
         shapes = {"embed": (VOCABULARY, WIDTH)}
         for layer in range(run.layers):
             shapes[f"layers.{layer}.norm"] = (WIDTH,)
@@ -95,17 +98,28 @@ class Simulation:
         self.lines[rank].append({"k": kind, "s": self.step, **fields})
 
     def record(self, kind, rank, name, value, p="full", indices=None, /, **fields):
-        """Write a parameter-like tensor: one sketch. ``indices``: where a slice lies in the whole."""
+        """Write a parameter-like tensor: one sketch. ``indices``: where a slice lies in the
+        whole."""
         table = sketch(np.asarray(value).reshape(1, -1), indices)
-        self.write(rank, kind, n=name, v=encode(table), p=p, shape=list(self.weights[name].shape) if name in
-                   self.weights else [int(np.size(value))], dtype="float32", **fields)  # fmt: skip
+        self.write(
+            rank,
+            kind,
+            n=name,
+            v=encode(table),
+            p=p,
+            shape=list(self.weights[name].shape) if name in self.weights else [int(np.size(value))],
+            dtype="float32",
+            **fields,
+        )
 
     def record_parameter(self, kind, name, values, **fields):
         """``values``: by rank; slices of it where the parameters are sharded."""
         for rank, value in enumerate(values):
             if self.run.kind == "shard":
                 indices = np.array_split(np.arange(value.size), self.run.world)[rank]
-                self.record(kind, rank, name, value.reshape(-1)[indices], "shard", indices, **fields)
+                self.record(
+                    kind, rank, name, value.reshape(-1)[indices], "shard", indices, **fields
+                )
             else:
                 self.record(kind, rank, name, value, **fields)
 
@@ -146,15 +160,41 @@ class Simulation:
         run = self.run
         self.step = 0
         for rank in range(run.world):
-            self.write(rank, "start", version=1, rank=rank, world=run.world, argv=["train.py"], versions={},
-                       noise=run.noise, device="cpu", side="")  # fmt: skip
-            modules = ["", "positions", "embed"] + [f"layers.{i}{part}" for i in range(self.run.layers) for part in
-                                       ("", ".norm", ".up", ".act", ".down")] + ["head"]  # fmt: skip
-            wrapper = {"DDP": "DDP" if run.world > 1 else "none", "shard": "FSDP2", "TP": "TP"}[run.kind]
-            self.write(rank, "model", root=0, names=[[self.name(m), m.rpartition(".")[2].title()] for m in modules],
-                       parameters=[[self.name(n), list(w.shape), "float32", not self.frozen(n)]
-                                   for n, w in self.weights.items()],
-                       strategy={"wrapper": wrapper, "sharded": 0, "whole": 8})  # fmt: skip
+            self.write(
+                rank,
+                "start",
+                version=1,
+                rank=rank,
+                world=run.world,
+                argv=["train.py"],
+                versions={},
+                noise=run.noise,
+                device="cpu",
+                side="",
+            )
+            modules = (
+                ["", "positions", "embed"]
+                + [
+                    f"layers.{i}{part}"
+                    for i in range(self.run.layers)
+                    for part in ("", ".norm", ".up", ".act", ".down")
+                ]
+                + ["head"]
+            )
+            wrapper = {"DDP": "DDP" if run.world > 1 else "none", "shard": "FSDP2", "TP": "TP"}[
+                run.kind
+            ]
+            self.write(
+                rank,
+                "model",
+                root=0,
+                names=[[self.name(m), m.rpartition(".")[2].title()] for m in modules],
+                parameters=[
+                    [self.name(n), list(w.shape), "float32", not self.frozen(n)]
+                    for n, w in self.weights.items()
+                ],
+                strategy={"wrapper": wrapper, "sharded": 0, "whole": 8},
+            )
         if run.noise is not None:
             self.weights = {n: self.round(w) for n, w in self.weights.items()}
         if run.plant == "initial weights":
@@ -191,10 +231,13 @@ class Simulation:
         return folder
 
     def batches(self):
-        """Yield group, micro-batch, and the numbers of its samples: a permutation of the step's, divided."""
+        """Yield group, micro-batch, and the numbers of its samples: a permutation of the step's,
+        divided."""
         run = self.run
         order = (
-            np.random.default_rng([run.order, self.step]).permutation(run.batch) if run.order else np.arange(run.batch)
+            np.random.default_rng([run.order, self.step]).permutation(run.batch)
+            if run.order
+            else np.arange(run.batch)
         )
         parts = np.array_split(order, self.groups * run.micro)
         for group in range(self.groups):
@@ -223,14 +266,29 @@ class Simulation:
             self.local[group, micro] = self.pass_through(ranks, micro, ids, counts, scale, stop)
 
     def pass_through(self, ranks, micro, ids, counts, scale, stop):
-        """Compute forward and backward passes of a micro-batch; return the gradients by parameter."""
+        """Compute forward and backward passes of a micro-batch; return the gradients by
+        parameter."""
         run, w, split = self.run, self.weights, self.run.kind == "TP"
         crcs = [binascii.crc32(row.tobytes()) for row in ids]
         labels = [binascii.crc32(row.tobytes()) for row in ids + 1]
         labels[0] += any(self.planted("labels", rank) for rank in ranks)
         for rank in ranks:
-            self.write(rank, "batch", m=micro, samples=crcs, labels=labels, inputs={}, root=0, training=True)
-            self.write(rank, "random", m=micro, v=int(self.step * 100 + micro + 50 * rank if run.dropout else 1))
+            self.write(
+                rank,
+                "batch",
+                m=micro,
+                samples=crcs,
+                labels=labels,
+                inputs={},
+                root=0,
+                training=True,
+            )
+            self.write(
+                rank,
+                "random",
+                m=micro,
+                v=int(self.step * 100 + micro + 50 * rank if run.dropout else 1),
+            )
 
         def out(kind, name, value, part=None, shape=None):
             """Every rank writes the whole, its slice of the last dimension, or its addend."""
@@ -242,15 +300,28 @@ class Simulation:
                     if run.plain and name.endswith(".act"):
                         self.rows(kind, rank, micro, name, value[..., columns])
                         continue
-                    indices = np.arange(value[0].size).reshape(value[0].shape)[..., columns].reshape(-1)
-                    self.rows(kind, rank, micro, name, value[..., columns], "shard", indices, list(value.shape[1:]))
+                    indices = (
+                        np.arange(value[0].size).reshape(value[0].shape)[..., columns].reshape(-1)
+                    )
+                    self.rows(
+                        kind,
+                        rank,
+                        micro,
+                        name,
+                        value[..., columns],
+                        "shard",
+                        indices,
+                        list(value.shape[1:]),
+                    )
                 else:
                     self.rows(kind, rank, micro, name, part[rank], "partial")
 
         def rank_planted(plant):
             return any(self.planted(plant, rank) for rank in ranks)
 
-        positions = np.cos(np.arange(TOKENS) * self.buffer[0] * np.float32(1.1 if rank_planted("positions") else 1))
+        positions = np.cos(
+            np.arange(TOKENS) * self.buffer[0] * np.float32(1.1 if rank_planted("positions") else 1)
+        )
         for rank in ranks:  # belongs to no sample
             self.rows("fwd", rank, micro, "positions", self.round(positions)[None], b=0)
         x = self.round(w["embed.weight"][ids])
@@ -274,7 +345,9 @@ class Simulation:
                 act = act * np.float32(self.drawing.random(act.shape) > 0.2)
             if self.planted("nan") and layer == 1:
                 act[:] = np.nan
-            inner = np.float32(2 if self.planted("refactored") else 1)  # which the functional code after it undoes
+            inner = np.float32(
+                2 if self.planted("refactored") else 1
+            )  # which the functional code after it undoes
             out("fwd", f"{pre}.act", act * inner, "slice")
             columns = np.array_split(np.arange(HIDDEN), run.world if split else 1)
             addends = [act[..., c] @ w[f"{pre}.down.weight"][:, c].T for c in columns]
@@ -329,7 +402,9 @@ class Simulation:
         np.add.at(grads["embed.weight"], ids, dx)
         grads = {name: self.round(grad) for name, grad in grads.items()}
         if rank_planted("local gradient"):
-            grads["layers.1.up.weight"] = grads["layers.1.up.weight"] * np.float32(1 + 0.01 * run.strength)
+            grads["layers.1.up.weight"] = grads["layers.1.up.weight"] * np.float32(
+                1 + 0.01 * run.strength
+            )
         grads = {name: grad for name, grad in grads.items() if not self.frozen(name)}
         for name, grad in grads.items():
             if self.planted("detach") and name.startswith("layers.1.") and name != "layers.1":
@@ -337,16 +412,23 @@ class Simulation:
             for rank in ranks:
                 if split and ".up." in name:
                     indices = np.array_split(np.arange(grad.size), run.world)[rank]
-                    self.record("lgrad", rank, name, grad.reshape(-1)[indices], "shard", indices, m=micro)
+                    self.record(
+                        "lgrad", rank, name, grad.reshape(-1)[indices], "shard", indices, m=micro
+                    )
                 else:
                     self.record("lgrad", rank, name, grad, m=micro)
         return grads
 
     def optimize(self):
-        run, names = self.run, [name for name in self.weights if name in next(iter(self.local.values()))]
+        run, names = (
+            self.run,
+            [name for name in self.weights if name in next(iter(self.local.values()))],
+        )
         reduced, local = {}, {}
         for name in names:
-            sums = [sum(self.local[g, m][name] for m in range(run.micro)) for g in range(self.groups)]
+            sums = [
+                sum(self.local[g, m][name] for m in range(run.micro)) for g in range(self.groups)
+            ]
             if self.planted("micro-batch discarded"):
                 sums = [self.local[g, run.micro - 1][name] for g in range(self.groups)]
             mean = self.round(sum(sums) / self.groups)
@@ -362,9 +444,13 @@ class Simulation:
             if self.planted("summed"):
                 ranks = [mean * self.groups] * run.world
             if self.planted("rank left out"):
-                ranks = [sum(s for g, s in enumerate(sums) if g != run.rank) / self.groups] * run.world
+                ranks = [
+                    sum(s for g, s in enumerate(sums) if g != run.rank) / self.groups
+                ] * run.world
             reduced[name] = ranks
-            by_script = sums if run.plant in ("reduced by the script", "clipped, then reduced") else ranks
+            by_script = (
+                sums if run.plant in ("reduced by the script", "clipped, then reduced") else ranks
+            )
             self.record_parameter("rgrad", name, by_script, m=run.micro - 1)
             local[name] = sums
         if run.plant in ("ends", "skipped step") and self.step == run.step:
@@ -372,23 +458,39 @@ class Simulation:
                 self.record_parameter("param", name, [weight] * run.world)
             return
         received = {}
-        norms = [np.sqrt(sum(float((reduced[n][rank] ** 2).sum()) for n in names)) for rank in range(run.world)]
+        norms = [
+            np.sqrt(sum(float((reduced[n][rank] ** 2).sum()) for n in names))
+            for rank in range(run.world)
+        ]
         if self.planted("own norm"):
             norms[run.rank] *= 1.2
         if self.planted("clipped, then reduced"):
-            norms = [np.sqrt(sum(float((local[n][rank] ** 2).sum()) for n in names)) for rank in range(run.world)]
+            norms = [
+                np.sqrt(sum(float((local[n][rank] ** 2).sum()) for n in names))
+                for rank in range(run.world)
+            ]
         factors = [np.float32(min(1.0, CLIP / norm)) for norm in norms]
         if self.planted("not clipped"):
             factors = [np.float32(1)] * run.world
         for rank in range(run.world):
-            self.write(rank, "clip", norm=float(norms[rank]), max=CLIP, n="clip_grad_norm_", kind=2.0)
+            self.write(
+                rank, "clip", norm=float(norms[rank]), max=CLIP, n="clip_grad_norm_", kind=2.0
+            )
         for name in names:
-            received[name] = [self.round(grad * factors[rank]) for rank, grad in enumerate(reduced[name])]
+            received[name] = [
+                self.round(grad * factors[rank]) for rank, grad in enumerate(reduced[name])
+            ]
             if self.planted("clipped, then reduced"):
-                received[name] = [sum(grad * each for grad, each in zip(local[name], factors)) / run.world] * run.world
+                received[name] = [
+                    sum(grad * each for grad, each in zip(local[name], factors)) / run.world
+                ] * run.world
             if self.planted("left out") and name == "layers.0.down.weight":
                 continue
-            if self.planted("stale gradient") and name == "layers.0.up.weight" and name in self.previous:
+            if (
+                self.planted("stale gradient")
+                and name == "layers.0.up.weight"
+                and name in self.previous
+            ):
                 received[name] = self.previous[name]
             self.record_parameter("ograd", name, received[name])
         self.previous = received
@@ -412,8 +514,9 @@ class Simulation:
                 t = self.step + 1
                 change = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + eps)
                 if not (self.planted("not updated") and name == "layers.0.down.weight"):
-                    self.weights[name] = (self.weights[name] * np.float32(1 - 1e-4) - np.float32(1e-2) * change).astype(
-                        np.float32)  # fmt: skip
+                    self.weights[name] = (
+                        self.weights[name] * np.float32(1 - 1e-4) - np.float32(1e-2) * change
+                    ).astype(np.float32)
             if self.planted("left out") and name == "layers.0.down.weight":
                 continue
             values = [self.weights[name]] * run.world

@@ -40,7 +40,11 @@ def test_the_good_side_may_be_divided_too(good, division, seed):
     runs = list(map(read, good))
     with tempfile.TemporaryDirectory() as folder:
         other = train(Path(folder) / "good", **division)
-        location = locate(read(other), read(train(Path(folder) / "x", kind="shard", world=2, order=seed)), runs[1:])
+        location = locate(
+            read(other),
+            read(train(Path(folder) / "x", kind="shard", world=2, order=seed)),
+            runs[1:],
+        )
     assert location.verdict == "agrees", location.sentence()
 
 
@@ -65,7 +69,9 @@ def test_slices_add_up_to_the_whole_whatever_the_order_of_the_files(tmp_path):
         if key.kind == "state":
             assert np.allclose(whole.rows(key).values, slices.rows(key).values)
             assert len(slices.rows(key).values) == 1
-    assert slices.rows(Key("fwd", "head")).values.shape == whole.rows(Key("fwd", "head")).values.shape
+    assert (
+        slices.rows(Key("fwd", "head")).values.shape == whole.rows(Key("fwd", "head")).values.shape
+    )
 
 
 def test_gradients_that_the_script_reduces_itself_agree(compare):
@@ -83,7 +89,9 @@ def test_renamed_modules_are_known_by_their_parameters(compare):
 
 def test_the_grid_has_a_cell_for_each_module_and_step(good, tmp_path):
     runs = list(map(read, good))
-    found = grid(runs[0], read(train(tmp_path / "x", world=2, plant="activation", step=1)), runs[1:])
+    found = grid(
+        runs[0], read(train(tmp_path / "x", world=2, plant="activation", step=1)), runs[1:]
+    )
     rows = {row["module"]: row["cells"] for row in found["rows"]}
     assert found["steps"] == [0, 1, 2]
     assert [ratio > 1 for ratio in rows["layers.1"]] == [False, True, True]
@@ -93,5 +101,7 @@ def test_the_grid_has_a_cell_for_each_module_and_step(good, tmp_path):
 @pytest.mark.parametrize("plant", ["activation", "local gradient"])
 @pytest.mark.parametrize("strength, verdict", [(0, "agrees"), (1, "differs")])
 def test_small_errors_are_found(compare, plant, strength, verdict):
-    size = {"activation": 1e-3, "local gradient": 1e-2}[plant]  # times 1 %: 1e-5 of an activation, 1e-4 of a gradient
+    size = {"activation": 1e-3, "local gradient": 1e-2}[
+        plant
+    ]  # times 1 %: 1e-5 of an activation, 1e-4 of a gradient
     assert compare(world=2, plant=plant, strength=strength * size).verdict == verdict

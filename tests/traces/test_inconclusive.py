@@ -23,7 +23,9 @@ def edited(good, tmp_path):
         bad.mkdir()
         lines = (good[0] / "trace-0.jsonl").read_text().splitlines()
         events = [change(event) for event in map(json.loads, lines)]
-        (bad / "trace-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events if event))
+        (bad / "trace-0.jsonl").write_text(
+            "".join(json.dumps(event) + "\n" for event in events if event)
+        )
         runs = list(map(read, good))
         return locate(read(bad) if both else runs[0], read(bad), runs[1:] if noise else [])
 
@@ -41,10 +43,28 @@ def without(*kinds):
         (["bwd", "lgrad", "rgrad", "ograd"], "gradient"),
         (["param"], "update"),
         (["start"], "no trace"),
-        (["fwd", "in", "bwd", "batch", "lgrad", "rgrad", "ograd", "param", "step", "state", "buffer", "random", "loss",
-          "clip", "opt"], "first forward pass"),
+        (
+            [
+                "fwd",
+                "in",
+                "bwd",
+                "batch",
+                "lgrad",
+                "rgrad",
+                "ograd",
+                "param",
+                "step",
+                "state",
+                "buffer",
+                "random",
+                "loss",
+                "clip",
+                "opt",
+            ],
+            "first forward pass",
+        ),
     ],
-)  # fmt: skip
+)
 def test_nothing_agrees_of_which_nothing_was_compared(edited, kinds, reason):
     location = edited(without(*kinds))
     assert location.verdict == "inconclusive" and reason in location.reason
@@ -63,7 +83,10 @@ def test_parameters_that_nothing_changed_are_no_update(edited):
 
 
 def test_nothing_agrees_of_which_too_little_was_compared(edited):
-    few = lambda event: None if event.get("n", "").startswith(("layers", "head")) and event["k"] != "clip" else event  # noqa: E731
+    def few(event):
+        compared = event.get("n", "").startswith(("layers", "head")) and event["k"] != "clip"
+        return None if compared else event
+
     location = edited(few)
     assert location.verdict == "inconclusive" and "could be compared" in location.reason
 
@@ -74,7 +97,9 @@ def test_without_noise_runs_the_tolerance_is_said_to_be_a_guess(edited):
 
 
 def test_not_a_number_on_both_sides_does_not_agree(good, tmp_path):
-    folders = [train(tmp_path / str(noise), plant="nan", step=0, noise=noise) for noise in (None, 1, 2)]
+    folders = [
+        train(tmp_path / str(noise), plant="nan", step=0, noise=noise) for noise in (None, 1, 2)
+    ]
     runs = list(map(read, folders))
     location = locate(runs[0], runs[0], runs[1:])
     assert location.verdict == "inconclusive" and "layers.1.act" in location.reason
@@ -89,7 +114,11 @@ def test_an_error_before_the_cut_is_found(edited):
     def change(event):
         if event.get("s") == 2 or event["k"] == "end":
             return None
-        return {**event, "groups": [{**event["groups"][0], "lr": 1.0}]} if event["k"] == "opt" else event
+        return (
+            {**event, "groups": [{**event["groups"][0], "lr": 1.0}]}
+            if event["k"] == "opt"
+            else event
+        )
 
     assert edited(change).stage == "optimizer setting"
 
@@ -113,7 +142,11 @@ def test_other_random_draws_on_each_run(tmp_path):
 def test_random_draws_that_differ_are_told_from_an_error(tmp_path):
     runs = [read(train(tmp_path / str(noise), noise=noise, dropout=True)) for noise in (None, 1, 2)]
     location = locate(runs[0], read(train(tmp_path / "x", world=2, dropout=True)), runs[1:])
-    assert (location.verdict, location.stage, location.place) == ("differs", "random draws", "layers.0.act")
+    assert (location.verdict, location.stage, location.place) == (
+        "differs",
+        "random draws",
+        "layers.0.act",
+    )
 
 
 def test_more_layers_in_one_release(compare):
@@ -126,7 +159,9 @@ def test_modules_in_another_order_on_two_ranks(good, tmp_path):
     folder = train(tmp_path / "x", world=2)
     path = folder / "trace-1.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    forward = [place for place, line in enumerate(lines) if '"k": "fwd"' in line and '"s": 0' in line]
+    forward = [
+        place for place, line in enumerate(lines) if '"k": "fwd"' in line and '"s": 0' in line
+    ]
     for place, line in zip(forward, [lines[place] for place in reversed(forward)]):
         lines[place] = line
     path.write_text("".join(lines))

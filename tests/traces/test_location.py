@@ -8,14 +8,27 @@ from hypothesis import strategies as st
 from repro_matrix.traces.location import Coverage, Location
 
 FOUND = Location(
-    "differs", stage="backward", step=1, ranks=(1,), place="layers.1.self_attn.o_proj", role="gradient", size=0.13,
-    tolerance=2.4e-5, rounding=3e-6, agreed=412, coverage=Coverage(aligned=500, renamed={"a": "b"}, notes=("note",)),
-)  # fmt: skip
+    "differs",
+    stage="backward",
+    step=1,
+    ranks=(1,),
+    place="layers.1.self_attn.o_proj",
+    role="gradient",
+    size=0.13,
+    tolerance=2.4e-5,
+    rounding=3e-6,
+    agreed=412,
+    coverage=Coverage(aligned=500, renamed={"a": "b"}, notes=("note",)),
+)
 
 
 def test_a_location_is_stored_as_json():
-    stored = json.loads(json.dumps(Location("differs", stage="data", step=0, beyond=FOUND).to_json()))
-    assert stored["beyond"]["place"] == FOUND.place and stored["beyond"]["coverage"]["renamed"] == {"a": "b"}
+    stored = json.loads(
+        json.dumps(Location("differs", stage="data", step=0, beyond=FOUND).to_json())
+    )
+    assert stored["beyond"]["place"] == FOUND.place and stored["beyond"]["coverage"]["renamed"] == {
+        "a": "b"
+    }
 
 
 def test_the_sentence_has_what_a_reader_needs():
@@ -32,7 +45,9 @@ def test_the_sentence_has_what_a_reader_needs():
     order=st.randoms(use_true_random=False),
     as_factor=st.booleans(),
 )
-def test_noise_never_splits_an_error_and_a_factor_of_two_always_does(truths, noise, order, as_factor):
+def test_noise_never_splits_an_error_and_a_factor_of_two_always_does(
+    truths, noise, order, as_factor
+):
     def found(truth, error):
         scale = 3.0 * 2.0**truth
         if as_factor:  # near 1, noise of the factor is a larger part of the size
@@ -48,4 +63,6 @@ def test_noise_never_splits_an_error_and_a_factor_of_two_always_does(truths, noi
         first = next((each for each in kept if location.repeats(each)), location)
         kept += [location] if first is location else []
         names.setdefault(truth, set()).add(first.failure)
-    assert all(len(each) == 1 for each in names.values()) and len(set.union(*names.values())) == len(truths)
+    assert all(len(each) == 1 for each in names.values()) and len(
+        set.union(*names.values())
+    ) == len(truths)

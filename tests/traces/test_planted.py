@@ -22,7 +22,14 @@ PLANTS = {
     "gradient flow": ("backward", f"{LAYER}.down", (1,), (), "1.01 times", ("DDP", "shard")),
     "local gradient": ("local gradient", UP, (1,), (), "rank 1: 1.01 times", ("DDP", "shard")),
     "not reduced": ("reduction", "head.weight", (), (), "not reduced over the ranks: ", ("DDP",)),
-    "late flag": ("reduction", ALL, (), (1,), "micro-batch 1 is not reduced over the ranks", ("DDP",)),
+    "late flag": (
+        "reduction",
+        ALL,
+        (),
+        (1,),
+        "micro-batch 1 is not reduced over the ranks",
+        ("DDP",),
+    ),
     "nothing reduced": ("reduction", ALL, (), (), "not reduced over the ranks: ", ("DDP",)),
     "summed": ("reduction", ALL, (), (), "summed", ("DDP", "shard")),
     "rank left out": ("reduction", ALL, (1,), (), "rank 1 is left out", ("DDP", "shard")),
@@ -41,7 +48,9 @@ PLANTS = {
 }
 
 
-@pytest.mark.parametrize("plant, kind", [(plant, kind) for plant, row in PLANTS.items() for kind in row[-1]])
+@pytest.mark.parametrize(
+    "plant, kind", [(plant, kind) for plant, row in PLANTS.items() for kind in row[-1]]
+)
 def test_a_planted_error_is_named(compare, plant, kind):
     stage, place, ranks, micro, words, _ = PLANTS[plant]
     location = compare(kind=kind, world=2, micro=2, order=7, plant=plant, step=1)
@@ -67,7 +76,11 @@ def test_what_is_wrong_from_the_beginning(compare, plant, stage, place):
 @pytest.mark.parametrize("kind", ANY)
 def test_a_side_that_ends_before_its_optimizer_steps_made_no_step(compare, kind):
     location = compare(kind=kind, world=2, plant="ends", step=0)
-    assert (location.verdict, location.stage, location.place) == ("differs", "update", "the optimizer")
+    assert (location.verdict, location.stage, location.place) == (
+        "differs",
+        "update",
+        "the optimizer",
+    )
 
 
 @pytest.mark.parametrize("kind", ANY)

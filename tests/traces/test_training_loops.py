@@ -1,4 +1,5 @@
-"""Training loops of users, in this process: what the comparison of two of them names, and that healthy ones agree."""
+"""Training loops of users, in this process: what the comparison of two of them names, and that
+healthy ones agree."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ class Chunked(torch.nn.Module):
         self.head = torch.nn.Linear(16, 4)
 
     def loss(self, batch: Any, targets: Any) -> Any:
-        return functional.cross_entropy(functional.linear(self.body(batch), self.head.weight, self.head.bias), targets)
+        return functional.cross_entropy(
+            functional.linear(self.body(batch), self.head.weight, self.head.bias), targets
+        )
 
 
 def train(bug: str) -> None:
     """Train three steps. ``bug``: what the bad side does otherwise."""
     torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1).eval(), torch.nn.Linear(16, 4))
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.1).eval(), torch.nn.Linear(16, 4)
+    )
     model = Chunked() if bug.startswith("chunked") else model
     scale = torch.nn.Parameter(torch.ones(4))
     owners = [*(copy.deepcopy(model) if bug == "copied optimizer" else model).parameters(), scale]
@@ -47,7 +52,9 @@ def train(bug: str) -> None:
         if isinstance(model, Chunked):
             loss = model.loss(batch, targets)
         else:
-            loss = functional.cross_entropy(model(batch) * (scale.detach() if bug == "detached" else scale), targets)
+            loss = functional.cross_entropy(
+                model(batch) * (scale.detach() if bug == "detached" else scale), targets
+            )
         loss.backward()
         if bug == "edited":
             model[2].bias.grad.mul_(1.05)
@@ -66,10 +73,13 @@ def train(bug: str) -> None:
 
 
 def train_two(loop: str, accumulation: int, wrong: int = -1) -> None:
-    """Train two models, one of which gets what the other one made, for two steps of four samples. ``wrong``: the
-    micro-batch whose features are not right."""
+    """Train two models, one of which gets what the other one made, for two steps of four samples.
+    ``wrong``: the micro-batch whose features are not right."""
     torch.manual_seed(0)
-    first, second = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.nn.Linear(8, 8)
+    first, second = (
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()),
+        torch.nn.Linear(8, 8),
+    )
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -99,7 +109,12 @@ LOOPS: dict[str, Any] = {
 def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: Any, bad: Any) -> Location:
     """Trace ``good`` and ``bad``, and ``good`` twice more with noise."""
     traces = []
-    for name, train, noise in (("good", good, ""), ("noise1", good, "1"), ("noise2", good, "2"), ("bad", bad, "")):
+    for name, train, noise in (
+        ("good", good, ""),
+        ("noise1", good, "1"),
+        ("noise2", good, "2"),
+        ("bad", bad, ""),
+    ):
         (folder / name).mkdir()
         monkeypatch.setenv("REPRO_TRACE_NOISE", noise)
         tracer.install(str(folder / name), 0, 1)
@@ -123,11 +138,18 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: Any, bad: Any) 
 )
 def test_an_error_of_a_training_loop_is_named(tmp_path, monkeypatch, good, bad, step, stage, place):
     found = compare(tmp_path, monkeypatch, partial(train, good), partial(train, bad))
-    assert (found.verdict, found.step, found.stage, found.place) == ("differs", step, stage, place), found.sentence()
+    assert (found.verdict, found.step, found.stage, found.place) == (
+        "differs",
+        step,
+        stage,
+        place,
+    ), found.sentence()
 
 
 @pytest.mark.parametrize("bad", ["swapped", "evaluation"])
-def test_a_model_that_is_copied_and_an_evaluation_beside_the_training_agree(tmp_path, monkeypatch, bad):
+def test_a_model_that_is_copied_and_an_evaluation_beside_the_training_agree(
+    tmp_path, monkeypatch, bad
+):
     found = compare(tmp_path, monkeypatch, partial(train, ""), partial(train, bad))
     assert found.verdict == "agrees" and found.coverage.steps == 3, found.sentence()
 
@@ -141,14 +163,23 @@ def test_two_models_agree_whatever_the_accumulation(tmp_path, monkeypatch, loop)
 
 def test_the_calls_of_each_model_are_counted_by_themselves(tmp_path, monkeypatch):
     loop = "frozen encoder, code between"
-    found = compare(tmp_path, monkeypatch, partial(train_two, loop, 2), partial(train_two, loop, 2, wrong=1))
-    assert (found.verdict, found.stage, found.micro) == ("differs", "loss weight", (1,)), found.sentence()
+    found = compare(
+        tmp_path, monkeypatch, partial(train_two, loop, 2), partial(train_two, loop, 2, wrong=1)
+    )
+    assert (found.verdict, found.stage, found.micro) == (
+        "differs",
+        "loss weight",
+        (1,),
+    ), found.sentence()
 
 
 def train_student(wrong: bool) -> None:
     """Train a second model on what the first one, which stays as it is, says."""
     torch.manual_seed(0)
-    teacher, student = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    teacher, student = (
+        torch.nn.Linear(8, 8),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)),
+    )
     student[1].eps = 1.0 if wrong else 1e-5
     optimizer = torch.optim.SGD(student.parameters(), 0.1)
     for batch in torch.randn(2, 4, 8):
@@ -157,8 +188,12 @@ def train_student(wrong: bool) -> None:
         optimizer.step()
 
 
-def test_a_wrong_module_of_a_second_model_is_named_though_the_first_one_agrees(tmp_path, monkeypatch):
-    found = compare(tmp_path, monkeypatch, partial(train_student, False), partial(train_student, True))
+def test_a_wrong_module_of_a_second_model_is_named_though_the_first_one_agrees(
+    tmp_path, monkeypatch
+):
+    found = compare(
+        tmp_path, monkeypatch, partial(train_student, False), partial(train_student, True)
+    )
     assert (found.stage, found.place) == ("forward", "root1.1"), found.sentence()
     assert any("root1 is a Sequential" in note for note in found.coverage.notes)
 
@@ -167,7 +202,9 @@ def train_gan(rate: float) -> None:
     """Train a discriminator, then a generator, on the same generated batch."""
     torch.manual_seed(0)
     generator, discriminator = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
-    of_one, of_other = (torch.optim.SGD(each.parameters(), rate) for each in (discriminator, generator))
+    of_one, of_other = (
+        torch.optim.SGD(each.parameters(), rate) for each in (discriminator, generator)
+    )
     for real in torch.randn(3, 4, 8):
         fake = generator(torch.randn(4, 4))
         of_one.zero_grad()
@@ -178,11 +215,15 @@ def train_gan(rate: float) -> None:
         of_other.step()
 
 
-def test_a_generated_batch_keeps_its_samples_in_the_step_of_the_second_optimizer(tmp_path, monkeypatch):
+def test_a_generated_batch_keeps_its_samples_in_the_step_of_the_second_optimizer(
+    tmp_path, monkeypatch
+):
     found = compare(tmp_path, monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.1))
     assert found.verdict == "agrees" and found.coverage.steps == 3, found.sentence()
     assert found.coverage.seldom == (2, 1) and "of which 1 updated 2 parameters" in found.sentence()
     (tmp_path / "wrong").mkdir()
-    found = compare(tmp_path / "wrong", monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.2))
+    found = compare(
+        tmp_path / "wrong", monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.2)
+    )
     assert (found.verdict, found.stage) == ("differs", "optimizer setting"), found.sentence()
     assert "root1.weight" in found.relation, found.relation  # the discriminator's optimizer

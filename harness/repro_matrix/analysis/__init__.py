@@ -1,1 +1,2 @@
-"""Compare results: two sets (diff), nightly runs (nightly), two stacks (upgrade); evaluate claims (claims)."""
+"""Compare results: two sets (diff), nightly runs (nightly), two stacks (upgrade); evaluate claims
+(claims)."""

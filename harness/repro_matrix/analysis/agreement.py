@@ -1,4 +1,5 @@
-"""How often one side's results predict the other's, such as a CPU's those of a GPU: `repro diff --agreement`. Pure."""
+"""How often one side's results predict the other's, such as a CPU's those of a GPU: `repro diff
+--agreement`. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from repro_matrix.analysis.diff import (
     pair_variants,
     place_to_json,
     values_to_json,
-)  # fmt: skip
+)
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import settings_difference
@@ -32,7 +33,10 @@ class Agreement:
     @property
     def disagreements(self) -> list[Pair]:
         """The variants with another verdict, failure or outcome."""
-        shown = [[(row.verdict, row.failure_ids, row.kinds.keys()) for row in pair] for pair in self.pairs]
+        shown = [
+            [(row.verdict, row.failure_ids, row.kinds.keys()) for row in pair]
+            for pair in self.pairs
+        ]
         return [pair for pair, (first, second) in zip(self.pairs, shown) if first != second]
 
     @property
@@ -46,17 +50,27 @@ class Agreement:
 
     @property
     def tolerance_used(self) -> dict[str, list[float]]:
-        """Numeric check -> the part of its tolerance that the variants that pass used at most, on each side."""
-        sides = [[row.tolerance_used for row in side if set(row.kinds) == {"passed"}] for side in zip(*self.pairs)]
+        """Numeric check -> the part of its tolerance that the variants that pass used at most, on
+        each side."""
+        sides = [
+            [row.tolerance_used for row in side if set(row.kinds) == {"passed"}]
+            for side in zip(*self.pairs)
+        ]
         names = sorted(set.intersection(*(set().union(*side) for side in sides)))
-        return {name: [max(used.get(name, 0.0) for used in side) for side in sides] for name in names}
+        return {
+            name: [max(used.get(name, 0.0) for used in side) for side in sides] for name in names
+        }
 
 
-def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
-    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
+def measure_agreement(
+    one: Iterable[VariantResult], other: Iterable[VariantResult]
+) -> list[Agreement]:
+    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides
+    measured."""
     one, other = list(one), list(other)
     here, there = ({row.hardware for row in side} for side in (one, other))
-    # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of it.
+    # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of
+    # it.
     left, right, _ = pair_cells(
         [row for row in one if not there < here or row.hardware not in there],
         [row for row in other if not here < there or row.hardware not in here],
@@ -68,7 +82,9 @@ def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResul
         if not settings_difference(first.settings, second.settings):
             cases.setdefault(first.case, Agreement(first.case)).pairs.append((first, second))
     if not cases:
-        raise ConfigError("nothing to compare: no variant was measured on both sides with the same settings")
+        raise ConfigError(
+            "nothing to compare: no variant was measured on both sides with the same settings"
+        )
     return sorted(cases.values(), key=lambda each: (each.counts[0] / each.counts[1], each.case))
 
 
@@ -76,10 +92,16 @@ def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> 
     width = max(len(each.case) for each in cases)
     for each in cases:
         yield f"{each.case.ljust(width)}  {_share(each.counts, 'variants agree')}"
-        if used := ", ".join(f"{name} {first:g} | {second:g}" for name, (first, second) in each.tolerance_used.items()):
+        if used := ", ".join(
+            f"{name} {first:g} | {second:g}"
+            for name, (first, second) in each.tolerance_used.items()
+        ):
             yield f"    part of the tolerance used at most, first | second: {used}"
         for first, second in each.disagreements if everything else each.disagreements[:SHOWN]:
-            yield from (f"    {' '.join(second.axes)} {second.variant}", f"      first:  {describe_row(first)}")
+            yield from (
+                f"    {' '.join(second.axes)} {second.variant}",
+                f"      first:  {describe_row(first)}",
+            )
             yield f"      second: {describe_row(second)}"
         if (more := len(each.disagreements) - SHOWN) > 0 and not everything:
             yield f"    and {more} more: --all"
@@ -97,10 +119,21 @@ def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
     return {
         "schema": 1,
         "cases": [
-            {"case": each.case, "agree": each.counts[0], "both": each.counts[1], "interval": wilson(*each.counts),
-             "tolerance_used": each.tolerance_used,
-             "disagreements": [{**place_to_json(*pair), "first": values_to_json(pair[0]),
-                                "second": values_to_json(pair[1])} for pair in each.disagreements]}
+            {
+                "case": each.case,
+                "agree": each.counts[0],
+                "both": each.counts[1],
+                "interval": wilson(*each.counts),
+                "tolerance_used": each.tolerance_used,
+                "disagreements": [
+                    {
+                        **place_to_json(*pair),
+                        "first": values_to_json(pair[0]),
+                        "second": values_to_json(pair[1]),
+                    }
+                    for pair in each.disagreements
+                ],
+            }
             for each in cases
         ],
-    }  # fmt: skip
+    }

@@ -1,7 +1,9 @@
-"""Decide whether one measured cell makes a claim's prediction true or false, or decides nothing. Pure.
+"""Decide whether one measured cell makes a claim's prediction true or false, or decides nothing.
+Pure.
 
-A figure of an attempt is the greatest of its ranks. A comparison of two variants' figures holds, or does not, where
-their attempts all agree on it: 1050, 1740 and 8117 tokens/s were one variant, measured three times.
+A figure of an attempt is the greatest of its ranks. A comparison of two variants' figures holds, or
+does not, where their attempts all agree on it: 1050, 1740 and 8117 tokens/s were one variant,
+measured three times.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ Decision = tuple[bool | None, str]  # None: decides nothing; and what was measur
 
 # Verdicts of a variant whose unfixed one reproduces.
 FIRING = frozenset({"FIXED", "NOT_FIXED", "DIFFERENT_FAILURE"})
-NOT_REPRODUCED = frozenset({"NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS"})  # and those of one that is clean
+NOT_REPRODUCED = frozenset(
+    {"NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS"}
+)  # and those of one that is clean
 MIN_ATTEMPTS = 3  # of each variant, to compare a metric
 
 
@@ -59,12 +63,18 @@ def decide(prediction: Prediction, cell: Cell) -> Decision:
 
 
 def _outcomes(row: Row, without_remarks: bool = False) -> list[Outcome]:
-    names = [(each.outcome_without_warning if without_remarks else None) or each.outcome for each in row.attempts]
+    names = [
+        (each.outcome_without_warning if without_remarks else None) or each.outcome
+        for each in row.attempts
+    ]
     return [Outcome(cast(Any, name), each.reason) for name, each in zip(names, row.attempts)]
 
 
-def _failure_absent(prediction: Prediction, wanted: frozenset[str], cell: Cell) -> tuple[None, str] | None:
-    """Return the reason why an outcome decides nothing where the failure does not occur; None where it may decide.
+def _failure_absent(
+    prediction: Prediction, wanted: frozenset[str], cell: Cell
+) -> tuple[None, str] | None:
+    """Return the reason why an outcome decides nothing where the failure does not occur; None where
+    it may decide.
 
     Of the unfixed variant itself anything may be predicted, except that it reproduces.
     """
@@ -86,7 +96,8 @@ def _by_verdict(wanted: frozenset[str], name: str) -> Decision:
         return None, "flaky"
     if name == "NOT_REPRODUCED" and "FIXED_UPSTREAM" in wanted:
         return None, "no stored measurement of an older stack reproduced"
-    # A fix can only be tested where the failure occurs, and can only break something where it does not.
+    # A fix can only be tested where the failure occurs, and can only break something where it does
+    # not.
     if name in NOT_REPRODUCED | {"SIGNATURE_MISMATCH"} and wanted <= FIRING:
         return None, "could not be tested on this stack: unfixed does not reproduce"
     if name in FIRING | {"SIGNATURE_MISMATCH"} and wanted <= {"FIX_BREAKS"}:
@@ -114,24 +125,41 @@ def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
 
 
 def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
-    """Return whether the comparison holds between every two attempts, and the figures; None where it cannot be made."""
+    """Return whether the comparison holds between every two attempts, and the figures; None where
+    it cannot be made."""
     other = metric.below or metric.above or ""
     own, others = (_figures(cell.get(name), metric.name) for name in (variant, other))
     for name, figures in ((variant, own), (other, others)):
         if len(figures) < MIN_ATTEMPTS:
-            return None, f"{counted(len(figures), 'attempt')} of variant {name} with {metric.name}, of {MIN_ATTEMPTS}"
+            return (
+                None,
+                (
+                    f"{counted(len(figures), 'attempt')} of variant {name} with {metric.name}, of"
+                    f" {MIN_ATTEMPTS}"
+                ),
+            )
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
     shown = f"{metric.name}: {variant} {_shown(own)}, {other} {_shown(others)}{times}"
     limits = [metric.factor * figure for figure in others]
-    holds = {figure <= limit if metric.below else figure >= limit for figure in own for limit in limits}
-    return (holds.pop(), shown) if len(holds) == 1 else (None, f"noise: the attempts disagree; {shown}")
+    holds = {
+        figure <= limit if metric.below else figure >= limit for figure in own for limit in limits
+    }
+    return (
+        (holds.pop(), shown)
+        if len(holds) == 1
+        else (None, f"noise: the attempts disagree; {shown}")
+    )
 
 
 def _figures(row: Row | None, name: str) -> list[float]:
-    """Return the metric of each attempt in which every rank finished; a known failure may let them: wrong numbers."""
+    """Return the metric of each attempt in which every rank finished; a known failure may let them:
+    wrong numbers."""
     finished = (each for each in row.attempts if each.finished) if row else ()
-    return [each.metrics[name] for each in finished
-            if each.outcome in ("passed", "reproduced") and name in each.metrics]  # fmt: skip
+    return [
+        each.metrics[name]
+        for each in finished
+        if each.outcome in ("passed", "reproduced") and name in each.metrics
+    ]
 
 
 def _shown(figures: Sequence[float]) -> str:

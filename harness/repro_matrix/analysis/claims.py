@@ -1,10 +1,13 @@
 """The claims ledger: what stored measurements show about each claim. Pure.
 
-A claim predicts; each stored cell that a prediction is about makes it true or false, or decides nothing. All true:
-``supported``; all false: ``refuted``; both: ``mixed``, on what differs between them; none decided: ``untested``.
+A claim predicts; each stored cell that a prediction is about makes it true or false, or decides
+nothing. All true:
+``supported``; all false: ``refuted``; both: ``mixed``, on what differs between them; none decided:
+``untested``.
 
-A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky decides nothing, and
-neither does a variant where the one that it is compared with (``unfixed``, or ``relative_to``) does not reproduce.
+A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky
+decides nothing, and neither does a variant where the one that it is compared with (``unfixed``, or
+``relative_to``) does not reproduce.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class ClaimRow:
 def ledger(cases: Iterable[Case], rows: Iterable[Row]) -> list[ClaimRow]:
     """Return one row per claim, in the catalogue's order, from all stored rows.
 
-    Of several measurements of the same cell on the same versions and machine the newest that decides counts.
+    Of several measurements of the same cell on the same versions and machine the newest that
+    decides counts.
     """
     cells = sorted(_cells(rows), key=lambda cell: -_first(cell).started)
     by_case: dict[str, list[Cell]] = {}
@@ -74,7 +78,8 @@ def ledger(cases: Iterable[Case], rows: Iterable[Row]) -> list[ClaimRow]:
 
 
 def _cells(rows: Iterable[Row]) -> list[Cell]:
-    """Group the rows of complete cells; the rows of one cell are consecutive, its first variant first."""
+    """Group the rows of complete cells; the rows of one cell are consecutive, its first variant
+    first."""
     cells: list[dict[str, Row]] = []
     for row in rows:
         if row.first:
@@ -89,8 +94,12 @@ def _first(cell: Cell) -> Row:
 
 
 def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> ClaimRow:
-    def result(status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = "") -> ClaimRow:
-        return ClaimRow(case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief)
+    def result(
+        status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = ""
+    ) -> ClaimRow:
+        return ClaimRow(
+            case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief
+        )
 
     if claim.untestable:
         return result("untested", claim.untestable)
@@ -114,9 +123,14 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
     if len({item.holds for item in decided}) == 2:
         simulated = "simulated: " * decided[0].simulated
         return result("mixed", simulated + _conditions(decided) + edited, evidence)
-    brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement") + edited
+    brief = (
+        counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
+        + edited
+    )
     shown = list(dict.fromkeys(f"{item.variant} {item.measured}" for item in decided))
-    detail = f"{brief}: {list_some(shown, 2, '; ')}" + (f"; not decided: {undecided}" if undecided else "")
+    detail = f"{brief}: {list_some(shown, 2, '; ')}" + (
+        f"; not decided: {undecided}" if undecided else ""
+    )
     return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)
 
 
@@ -129,29 +143,49 @@ def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
     if not any(item.holds is not None and not item.simulated for item in found):
         return found
     reason = "simulated, and a real measurement decides"
-    return [replace(i, holds=None, measured=f"{reason}: {i.measured}") if i.simulated else i for i in found]
+    return [
+        replace(i, holds=None, measured=f"{reason}: {i.measured}") if i.simulated else i
+        for i in found
+    ]
 
 
 def _newest(evidence: list[Evidence], cells: Sequence[Cell]) -> list[Evidence]:
-    """Keep one per cell, versions and machine: the newest that decides, else the newest. Lists are newest first."""
+    """Keep one per cell, versions and machine: the newest that decides, else the newest. Lists are
+    newest first."""
     kept: dict[str, Evidence] = {}
     for item, cell in zip(evidence, cells):
         hardware = _first(cell).hardware
         machine = (item.hardware, hardware.cpu, sorted(hardware.gpus))
-        key = repr((item.model, item.strategy, item.ranks, item.setting, machine, sorted(item.versions.items())))
+        key = repr(
+            (
+                item.model,
+                item.strategy,
+                item.ranks,
+                item.setting,
+                machine,
+                sorted(item.versions.items()),
+            )
+        )
         if key not in kept or (kept[key].holds is None and item.holds is not None):
             kept[key] = item
     return list(kept.values())
 
 
 def _is_about(prediction: Prediction, row: Row) -> bool:
-    axes = ((prediction.model, row.model), (prediction.strategy, row.strategy), (prediction.stack, row.stack.name))
+    axes = (
+        (prediction.model, row.model),
+        (prediction.strategy, row.strategy),
+        (prediction.stack, row.stack.name),
+    )
     hardware = (None, row.hardware.accelerator, row.hardware.kind, row.hardware.profile)
-    return prediction.hardware in hardware and all(wanted is None or wanted == actual for wanted, actual in axes)
+    return prediction.hardware in hardware and all(
+        wanted is None or wanted == actual for wanted, actual in axes
+    )
 
 
 def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evidence:
-    """Return what a cell shows; nothing where its settings differ from those of the cell's newest measurement."""
+    """Return what a cell shows; nothing where its settings differ from those of the cell's newest
+    measurement."""
     holds, measured = decide(prediction, cell)
     row = _first(cell)
     newest = next(other for other in cells if _same_cell(_first(other), row))
@@ -164,7 +198,9 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evid
                 holds, measured = None, f"left out: variant {variant}: {difference}"
                 break
     versions = row.stack.versions
-    known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+    known = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions
+    )
     setting = [f"{name}={value}" for name, value in row.flags.items()]
     setting += [word for word in row.overrides if word != f"ranks={row.ranks}"]
     setting += [row.scale, f"{row.weights} weights", *(["simulated"] if row.simulated else [])]
@@ -188,23 +224,35 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evid
 
 
 def _same_cell(one: Row, other: Row) -> bool:
-    return (one.cell_id, one.params, one.hardware.kind) == (other.cell_id, other.params, other.hardware.kind)
+    return (one.cell_id, one.params, one.hardware.kind) == (
+        other.cell_id,
+        other.params,
+        other.hardware.kind,
+    )
 
 
 def _predicted(prediction: Prediction) -> str:
     metric = prediction.metric
     if metric is not None:
         side, other = ("below", metric.below) if metric.below else ("above", metric.above)
-        return f"{metric.name} {side} {other}" + (f" x {metric.factor:g}" if metric.factor != 1 else "")
+        return f"{metric.name} {side} {other}" + (
+            f" x {metric.factor:g}" if metric.factor != 1 else ""
+        )
     if prediction.outcome_without_warning is not None:
-        return f"{' or '.join(sorted(as_set(prediction.outcome_without_warning)))} but for the remark"
-    return " or ".join(sorted(as_set(prediction.verdict if prediction.verdict is not None else prediction.outcome)))
+        return (
+            f"{' or '.join(sorted(as_set(prediction.outcome_without_warning)))} but for the remark"
+        )
+    return " or ".join(
+        sorted(as_set(prediction.verdict if prediction.verdict is not None else prediction.outcome))
+    )
 
 
 def _scope(prediction: Prediction, case: str) -> str:
     """Describe what would have to be measured."""
     axes = (prediction.model, prediction.strategy, prediction.stack, prediction.hardware)
-    return " ".join([f"{case}, variant {prediction.variant}", *(f"[{axis}]" for axis in axes if axis)])
+    return " ".join(
+        [f"{case}, variant {prediction.variant}", *(f"[{axis}]" for axis in axes if axis)]
+    )
 
 
 # -- conditions: where a claim holds, and where it does not
@@ -215,11 +263,14 @@ MAX_VALUES = 4  # of one side
 
 
 def _conditions(decided: Sequence[Evidence]) -> str:
-    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the first axis, or package, that separates the sides."""
+    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the first axis, or package, that
+    separates the sides."""
     for axis in (*AXES, *PACKAGES):
         sides: dict[bool | None, set[str]] = {True: set(), False: set()}
         for item in decided:
-            sides[item.holds].add(getattr(item, axis, None) or item.versions.get(axis) or "any other")
+            sides[item.holds].add(
+                getattr(item, axis, None) or item.versions.get(axis) or "any other"
+            )
         if not sides[True] & sides[False]:
             where = ":" if axis == "when" else f" in {axis}"
             return f"holds{where} {_list(sides[True])}; not{where} {_list(sides[False])}"
@@ -229,5 +280,7 @@ def _conditions(decided: Sequence[Evidence]) -> str:
 
 def _list(values: Iterable[str]) -> str:
     """Return the first values, releases in order."""
-    listed = sorted(values, key=lambda value: [(part.isdigit(), part.zfill(9)) for part in value.split(".")])
+    listed = sorted(
+        values, key=lambda value: [(part.isdigit(), part.zfill(9)) for part in value.split(".")]
+    )
     return list_some(listed, MAX_VALUES)

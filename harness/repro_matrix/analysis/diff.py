@@ -1,7 +1,8 @@
 """Compare two sets of rows: outcomes, verdicts, failure ids, flakiness and coverage. Pure.
 
-A variant has at most one change. Comparing B with A gives the opposite of comparing A with B. Where a fix has another
-verdict only because the failure itself appeared or disappeared, that change is listed for the unfixed variant alone.
+A variant has at most one change. Comparing B with A gives the opposite of comparing A with B. Where
+a fix has another verdict only because the failure itself appeared or disappeared, that change is
+listed for the unfixed variant alone.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Change:
 class Diff:
     """``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason).
 
-    ``across``: axis -> the two values, where each side has one value and they differ. ``excused``: why the second side
+    ``across``: axis -> the two values, where each side has one value and they differ. ``excused``:
+    why the second side
     need not have some results -> their number.
     """
 
@@ -76,7 +78,8 @@ class Diff:
         return [change for change in self.changes if change.kind in kinds]
 
     def without_unrequested(self, requested: Requested) -> Diff:
-        """Return the comparison without what the second side lacks because its run was not asked for it."""
+        """Return the comparison without what the second side lacks because its run was not asked
+        for it."""
         there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
         changes, excused = [], Counter[str]()
         for change in self.changes:
@@ -89,7 +92,8 @@ class Diff:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 where a result differs; else 3 where the second side lacks results of the first; else 0."""
+        """Return 1 where a result differs; else 3 where the second side lacks results of the first;
+        else 0."""
         return 1 if self.select(RESULTS) else 3 if self.select(LESS) else 0
 
 
@@ -101,9 +105,9 @@ def newest(rows: Iterable[VariantResult]) -> Cells:
     """Group rows by cell; of a cell that was measured several times keep the newest result."""
     cells: dict[CellId, dict[tuple[float, str], dict[str, VariantResult]]] = {}
     for row in rows:
-        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault((row.started, row.path), {})[
-            row.variant
-        ] = row
+        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault(
+            (row.started, row.path), {}
+        )[row.variant] = row
     return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
 
 
@@ -120,14 +124,20 @@ def pair_cells(
 
     def common_ids(side: Cells) -> Cells:
         return {
-            (key, "" if "hardware" in across else hardware, "" if "stack" in across else stack): variants
+            (
+                key,
+                "" if "hardware" in across else hardware,
+                "" if "stack" in across else stack,
+            ): variants
             for (key, hardware, stack), variants in side.items()
         }
 
     return common_ids(one), common_ids(other), across
 
 
-def pair_variants(one: Cells, other: Cells) -> Iterator[tuple[VariantResult | None, VariantResult | None]]:
+def pair_variants(
+    one: Cells, other: Cells
+) -> Iterator[tuple[VariantResult | None, VariantResult | None]]:
     """Yield both sides' results of each variant of the common cells."""
     for cell_id in sorted(one.keys() & other.keys()):
         for variant in {**one[cell_id], **other[cell_id]}:
@@ -144,7 +154,9 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> 
         if old is None or new is None:
             row = old or new
             if row and row.measured:
-                changes.append(Change("newly_measured" if new else "not_measured", row.variant, old, new))
+                changes.append(
+                    Change("newly_measured" if new else "not_measured", row.variant, old, new)
+                )
             continue
         variants += 1
         if reason := settings_difference(old.settings, new.settings):
@@ -158,18 +170,35 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> 
         elif cell_id not in one:
             changes.append(Change("cell_added", "", None, row))
     kinds = list(KINDS)
-    changes.sort(key=lambda c: (kinds.index(c.kind), c.row.case, c.row.key, c.row.hardware, c.row.stack, c.variant))
-    return Diff(tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across)
+    changes.sort(
+        key=lambda c: (
+            kinds.index(c.kind),
+            c.row.case,
+            c.row.key,
+            c.row.hardware,
+            c.row.stack,
+            c.variant,
+        )
+    )
+    return Diff(
+        tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across
+    )
 
 
 Pools = Sequence[tuple[Counter[OutcomeName], Counter[OutcomeName]]]  # outcomes before and after
 
 
 def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> str | None:
-    """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where attempts disagree, their
-    shares are compared: in each of ``pools``, else of the two results."""
+    """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where
+    attempts disagree, their shares are compared: in each of ``pools``, else of the two results."""
     if not old.measured or not new.measured:
-        return None if old.measured == new.measured else "not_measured" if old.measured else "newly_measured"
+        return (
+            None
+            if old.measured == new.measured
+            else "not_measured"
+            if old.measured
+            else "newly_measured"
+        )
     pools = pools or [(Counter(old.kinds), Counter(new.kinds))]
     if all(chance_explains(*pool) for pool in pools) or _both_expected(old, new):
         return None
@@ -183,32 +212,47 @@ def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> 
             return "fix_stopped_working"
         elif not after and stopped_working(new.verdict, old.verdict, old.kinds):
             return "fix_works_now"
-        return "new_failure" if before < after else "failure_gone" if after < before else "different_failure"
+        return (
+            "new_failure"
+            if before < after
+            else "failure_gone"
+            if after < before
+            else "different_failure"
+        )
     if old.steady != new.steady or any(len(earlier) > 1 for earlier, _ in pools):
         return "became_steady" if new.steady else "became_flaky"
     return None
 
 
-def stopped_working(before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]) -> bool:
-    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A hang is a failure: of
-    a machine that was only slow it would be no evidence. Where the failure itself is another one, no fix is to
-    blame."""
+def stopped_working(
+    before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]
+) -> bool:
+    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A
+    hang is a failure: of a machine that was only slow it would be no evidence. Where the failure
+    itself is another one, no fix is to blame."""
     another_failure = now in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
-    return before == "FIXED" and not another_failure and any(outcome != "passed" for outcome in outcomes)
+    return (
+        before == "FIXED"
+        and not another_failure
+        and any(outcome != "passed" for outcome in outcomes)
+    )
 
 
 def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -> bool:
-    """Whether attempts of a side disagree, the sides share an outcome, and Fisher's exact test finds no difference
-    between the shares of any outcome (with a chance of less than 1 in 1000 if there is none)."""
+    """Whether attempts of a side disagree, the sides share an outcome, and Fisher's exact test
+    finds no difference between the shares of any outcome (with a chance of less than 1 in 1000 if
+    there is none)."""
     if not before.keys() & after.keys():
         return False
     return len(before + after) > 1 and all(
-        _tail(after[outcome], after.total(), before[outcome], before.total()) > RARE for outcome in before + after
+        _tail(after[outcome], after.total(), before[outcome], before.total()) > RARE
+        for outcome in before + after
     )
 
 
 def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> float:
-    """Return the chance of so few, or so many, of all the counted ones among these attempts, whichever is less."""
+    """Return the chance of so few, or so many, of all the counted ones among these attempts,
+    whichever is less."""
     counted_ones, everything = count + other_count, attempts + other_attempts
 
     def ways(numbers: range) -> int:
@@ -216,11 +260,14 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
         return sum(comb(counted_ones, n) * comb(rest, attempts - n) for n in numbers)
 
     # comb(n, k) is 0 where k is greater than n
-    return min(ways(range(count + 1)), ways(range(count, attempts + 1))) / comb(everything, attempts)
+    return min(ways(range(count + 1)), ways(range(count, attempts + 1))) / comb(
+        everything, attempts
+    )
 
 
 def _both_expected(old: VariantResult, new: VariantResult) -> bool:
-    """Whether the reviewed expectation lists both failures for the same stack: which of them comes first is chance."""
+    """Whether the reviewed expectation lists both failures for the same stack: which of them comes
+    first is chance."""
     same_stack = old.stack == new.stack and old.versions in ({}, new.versions)
     return same_stack and old.verdict == new.verdict and old.expected == new.expected == "expected"
 
@@ -235,12 +282,17 @@ def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
     cells = [next(iter(variants.values())) for variants in newest(rows).values()]
     stacks: dict[str, str] = {}
     for row in cells:
-        releases = [f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions]
+        releases = [
+            f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions
+        ]
         stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
     commits = {(row.commit or "no commit")[:10] for row in cells}
     hardware = ", ".join(sorted({f"{row.hardware}{_gpus(row)}" for row in cells}))
     commit = commits.pop() if len(commits) == 1 else f"{len(commits)} commits"
-    return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)}; {commit}"
+    return (
+        f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)};"
+        f" {commit}"
+    )
 
 
 def _gpus(row: VariantResult) -> str:
@@ -254,46 +306,68 @@ def describe_row(row: VariantResult | None) -> str:
         return "no result is stored"
     kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
     outcomes = ", ".join(f"{kind} {count}/{row.measured}" for kind, count in kinds)
-    parts = [f"{row.verdict}, " if row.verdict else "", outcomes or row.skipped or row.text or "not measured"]
+    parts = [
+        f"{row.verdict}, " if row.verdict else "",
+        outcomes or row.skipped or row.text or "not measured",
+    ]
     parts += [f" ({', '.join(row.failure_ids)})"] if row.failure_ids else []
     return "".join(parts) + (f": {row.text}" if row.failure_ids and row.text else "")
 
 
 def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
-    """Yield lines, the most important first. Changes of one case with the same text are listed together."""
+    """Yield lines, the most important first. Changes of one case with the same text are listed
+    together."""
     for kind in KINDS:
         groups: dict[tuple[str, ...], list[Change]] = {}
         for change in diff.select([kind]):
             texts = (describe_row(change.before), describe_row(change.after))
-            groups.setdefault((change.row.case, *(texts if change.variant else ())), []).append(change)
+            groups.setdefault((change.row.case, *(texts if change.variant else ())), []).append(
+                change
+            )
         if not groups:
             continue
         yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind]})")
         listed = list(groups.items())
         for key, group in listed if everything else listed[:SHOWN]:
             yield f"  {key[0]} {_places(group, everything)}"
-            yield from (f"    {label}{text}" for label, text in zip(("before: ", "now:    "), key[1:]))
+            yield from (
+                f"    {label}{text}" for label, text in zip(("before: ", "now:    "), key[1:])
+            )
         if len(listed) > SHOWN and not everything:
             yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
     reasons: dict[str, list[VariantResult]] = {}
     for row, reason in diff.incomparable:
         reasons.setdefault(reason, []).append(row)
     if reasons:
-        yield from ("", f"NOT_COMPARED: {counted(len(diff.incomparable), 'variant')}, measured with other settings")
+        yield from (
+            "",
+            (
+                f"NOT_COMPARED: {counted(len(diff.incomparable), 'variant')}, measured with other"
+                " settings"
+            ),
+        )
     for reason, rows in reasons.items():
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         yield f"  {reason}: {rows[0].key} variant {rows[0].variant}{more}"
     changed = sum(bool(change.before and change.after) for change in diff.changes)
     same = counted(diff.variants - changed - len(diff.incomparable), "variant")
-    yield from ("", f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed")
+    yield from (
+        "",
+        f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed",
+    )
 
 
 def _places(changes: Sequence[Change], everything: bool) -> str:
     cells: dict[str, list[str]] = {}
     for change in changes:
-        place = " ".join(change.row.axes) + ("" if change.variant else f" ({change.row.stack}, {change.row.hardware})")
+        place = " ".join(change.row.axes) + (
+            "" if change.variant else f" ({change.row.stack}, {change.row.hardware})"
+        )
         cells.setdefault(place, []).append(change.variant)
-    places = [f"{place}: {', '.join(variants)}" if any(variants) else place for place, variants in cells.items()]
+    places = [
+        f"{place}: {', '.join(variants)}" if any(variants) else place
+        for place, variants in cells.items()
+    ]
     return list_some(places, len(places) if everything else 3, "; ")
 
 
@@ -304,7 +378,9 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
         "cells": diff.cells,
         "variants": diff.variants,
         "across": {axis: list(pair) for axis, pair in diff.across.items()},
-        "not_compared": [{**place_to_json(row, row), "reason": reason} for row, reason in diff.incomparable],
+        "not_compared": [
+            {**place_to_json(row, row), "reason": reason} for row, reason in diff.incomparable
+        ],
         "changes": [
             {
                 "kind": c.kind,
@@ -321,8 +397,15 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
 def place_to_json(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
     row: Any = after or before
     documents = [(each and each.path) or None for each in (before, after)]
-    return {"case": row.case, "cell": row.key, "axes": list(row.axes), "hardware": row.hardware, "stack": row.stack,
-            "variant": row.variant, "documents": documents}  # fmt: skip
+    return {
+        "case": row.case,
+        "cell": row.key,
+        "axes": list(row.axes),
+        "hardware": row.hardware,
+        "stack": row.stack,
+        "variant": row.variant,
+        "documents": documents,
+    }
 
 
 def values_to_json(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:

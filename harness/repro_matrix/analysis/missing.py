@@ -19,10 +19,11 @@ SHOWN = 3  # cells with missing results
 class Requested:
     """What one of tonight's runs was asked to measure.
 
-    ``cells``: cell id -> stacks; None: unknown, so that every variant in ``variants`` (case -> variants) is taken as
-    requested. ``hardware``: patterns. ``unstarted``: "hardware stack cell-id" of cells for which there was no time;
-    None: unknown. ``stacks``: those that it measured (a stack may have several names). ``catalog``: case -> all its
-    variants.
+    ``cells``: cell id -> stacks; None: unknown, so that every variant in ``variants`` (case ->
+    variants) is taken as
+    requested. ``hardware``: patterns. ``unstarted``: "hardware stack cell-id" of cells for which
+    there was no time; None: unknown. ``stacks``: those that it measured (a stack may have several
+    names). ``catalog``: case -> all its variants.
     """
 
     variants: Mapping[str, Collection[str]]
@@ -41,15 +42,21 @@ class Requested:
         if self.cells is None:
             return ""
         stacks = self.cells.get(row.key)
-        on_hardware = any(pattern == "auto" or fnmatchcase(row.hardware, pattern) for pattern in self.hardware)
+        on_hardware = any(
+            pattern == "auto" or fnmatchcase(row.hardware, pattern) for pattern in self.hardware
+        )
         if stacks is None or row.stack not in {*stacks, *self.stacks} or not on_hardware:
             return "not requested"
-        in_time = self.unstarted is not None and f"{row.hardware} {row.stack} {row.key}" not in self.unstarted
+        in_time = (
+            self.unstarted is not None
+            and f"{row.hardware} {row.stack} {row.key}" not in self.unstarted
+        )
         return "" if in_time else "no time left"
 
 
 class MissingResult(NamedTuple):
-    """A variant of the last passing run ``run_id`` without a result tonight. ``excuse``: why that is no error, or "".
+    """A variant of the last passing run ``run_id`` without a result tonight. ``excuse``: why that
+    is no error, or "".
 
     ``reason``: why the variant was skipped, or what its attempts were lost to.
     """
@@ -63,15 +70,18 @@ class MissingResult(NamedTuple):
 def find_missing(
     tonight: Iterable[VariantResult], history: Sequence[NightlyRun], requested: Sequence[Requested]
 ) -> list[MissingResult]:
-    """Find variants that a passing run measured and tonight has no result for, by the last run that measured them.
+    """Find variants that a passing run measured and tonight has no result for, by the last run that
+    measured them.
 
-    A variant that is lost to an infrastructure error has no result, and neither has a skipped one, unless the last
-    passing run with that variant skipped it for the same reason. Excused variants are listed for the last passing run
-    only.
+    A variant that is lost to an infrastructure error has no result, and neither has a skipped one,
+    unless the last passing run with that variant skipped it for the same reason. Excused variants
+    are listed for the last passing run only.
     """
     rows = by_place(tonight)
     passing = [run for run in reversed(history) if run.passed]
-    if any(each.cells is None for each in requested):  # the request is unknown: use the last run on this hardware
+    if any(
+        each.cells is None for each in requested
+    ):  # the request is unknown: use the last run on this hardware
         hardware = {row.hardware for row in rows.values()}
         same = [run for run in passing if hardware & {row.hardware for row in run.rows}]
         passing = (same or passing)[:1]
@@ -86,14 +96,23 @@ def find_missing(
                 continue
             checked.add(place)
             excuse = min(each.excuse(row) for each in requested)
-            if same_skip or (now is not None and now.measured) or (excuse and run is not passing[0]):
+            if (
+                same_skip
+                or (now is not None and now.measured)
+                or (excuse and run is not passing[0])
+            ):
                 continue
-            missing.append(MissingResult(row, run.run_id, excuse, (now.skipped or now.text) if now else ""))
+            missing.append(
+                MissingResult(row, run.run_id, excuse, (now.skipped or now.text) if now else "")
+            )
     return missing
 
 
-def lost_results(now: Iterable[VariantResult], passing: Sequence[NightlyRun]) -> list[MissingResult]:
-    """Find the variants among these rows that a passing run measured and that have no result now."""
+def lost_results(
+    now: Iterable[VariantResult], passing: Sequence[NightlyRun]
+) -> list[MissingResult]:
+    """Find the variants among these rows that a passing run measured and that have no result
+    now."""
     rows = list(now)
     variants: dict[str, set[str]] = defaultdict(set)
     cells: dict[str, set[str]] = defaultdict(set)
@@ -101,7 +120,11 @@ def lost_results(now: Iterable[VariantResult], passing: Sequence[NightlyRun]) ->
         variants[row.case].add(row.variant)
         cells[row.key].add(row.stack)
     here, asked = by_place(rows), Requested(variants, cells, sorted({row.hardware for row in rows}))
-    return [each for each in find_missing(rows, passing, [asked]) if not each.excuse and place_of(each.row) in here]
+    return [
+        each
+        for each in find_missing(rows, passing, [asked])
+        if not each.excuse and place_of(each.row) in here
+    ]
 
 
 def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
@@ -122,5 +145,7 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
         if excuse:
             yield f"{head} {'was' if one else 'were'} not measured tonight ({excuse}): {shown}"
         else:
-            hint = "If this is intentional, restrict the run explicitly, e.g. case=... or hardware=..."
+            hint = (
+                "If this is intentional, restrict the run explicitly, e.g. case=... or hardware=..."
+            )
             yield f"Missing: {head} {'has' if one else 'have'} no result tonight: {shown}. {hint}"

@@ -1,8 +1,8 @@
 """Compare a run with the passing runs before it. Pure, except for git and the runs of a folder.
 
-A change counts until it is acknowledged: the run that has it does not pass, so that the next one is compared with the
-same passing run again. Acknowledged: listed by its digest (its issue was closed). A quarantined change does not count
-while its entry is active, and no later run is compared with it.
+A change counts until it is acknowledged: the run that has it does not pass, so that the next one is
+compared with the same passing run again. Acknowledged: listed by its digest (its issue was closed).
+A quarantined change does not count while its entry is active, and no later run is compared with it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ UNKNOWN_FILES = ("files that were not committed",)
 
 @dataclass(frozen=True)
 class ChangedCase:
-    """A case whose results changed on a stack since ``passing``, the last passing run that measured them.
+    """A case whose results changed on a stack since ``passing``, the last passing run that measured
+    them.
 
-    ``versions``, ``machine``: package, or part of the machine -> (then, now), where they differ. ``files``: those of
+    ``versions``, ``machine``: package, or part of the machine -> (then, now), where they differ.
+    ``files``: those of
     the catalog that differ. ``working_fixes``: those that work in every measured cell.
     """
 
@@ -62,7 +64,8 @@ class ChangedCase:
 
     @property
     def suspect(self) -> str:
-        """Return the command that shows the catalog's first file that changed, where no package did; else ""."""
+        """Return the command that shows the catalog's first file that changed, where no package
+        did; else ""."""
         if self.versions or self.files in ((), UNKNOWN_FILES):
             return ""
         name = self.files[0].removesuffix(UNCOMMITTED)
@@ -71,21 +74,32 @@ class ChangedCase:
 
     @property
     def digest(self) -> str:
-        """Identify the change: the same in each run that has it; another one after a passing run without it."""
+        """Identify the change: the same in each run that has it; another one after a passing run
+        without it."""
         changes = sorted(
-            (c.row.key, c.row.hardware, c.row.stack, c.variant, c.kind, c.row.verdict or "", *c.row.failure_ids)
+            (
+                c.row.key,
+                c.row.hardware,
+                c.row.stack,
+                c.variant,
+                c.kind,
+                c.row.verdict or "",
+                *c.row.failure_ids,
+            )
             for c in self.changes
         )
-        return hashlib.sha256(json.dumps([self.case, self.passing.run_id, changes]).encode()).hexdigest()[:12]
+        return hashlib.sha256(
+            json.dumps([self.case, self.passing.run_id, changes]).encode()
+        ).hexdigest()[:12]
 
 
 @dataclass
 class Regressions:
-    """``new``: ids of cells that no passing run measured. ``previous``: the passing run with which most of these
-    variants were compared, preferably a whole one. ``quarantined``: (cell id, variant) -> its change. ``references``:
-    what each variant was compared with. ``passing``: the runs. ``left_open``: variants that these have only with
-    results unlike a prediction, so that they are not compared. ``earlier``: whether earlier runs have these cells,
-    passing or not."""
+    """``new``: ids of cells that no passing run measured. ``previous``: the passing run with which
+    most of these variants were compared, preferably a whole one. ``quarantined``: (cell id,
+    variant) -> its change. ``references``: what each variant was compared with. ``passing``: the
+    runs. ``left_open``: variants that these have only with results unlike a prediction, so that
+    they are not compared. ``earlier``: whether earlier runs have these cells, passing or not."""
 
     changed: list[ChangedCase] = field(default_factory=list)
     new: set[str] = field(default_factory=set)
@@ -96,28 +110,40 @@ class Regressions:
     left_open: tuple[str, ...] = ()
     earlier: bool = False
 
-    def unexpected(self, tonight: Iterable[VariantResult], handled: Collection[str] = ()) -> list[VariantResult]:
-        """Return results that differ from their reviewed expectation, without those that are quarantined or handled: of
-        a change with one of these digests, or the same in the passing run."""
-        known = {place_of(c.row) for each in self.changed if each.digest in handled for c in each.changes}
+    def unexpected(
+        self, tonight: Iterable[VariantResult], handled: Collection[str] = ()
+    ) -> list[VariantResult]:
+        """Return results that differ from their reviewed expectation, without those that are
+        quarantined or handled: of a change with one of these digests, or the same in the passing
+        run."""
+        known = {
+            place_of(c.row) for each in self.changed if each.digest in handled for c in each.changes
+        }
 
         def passed_before(row: VariantResult) -> bool:
             before = self.references[place_of(row)][1] if place_of(row) in self.references else None
-            return before is not None and before.expected == row.expected and before.verdict == row.verdict
+            return (
+                before is not None
+                and before.expected == row.expected
+                and before.verdict == row.verdict
+            )
 
         return [
             row
             for place, row in by_place(tonight).items()
-            if row.expected == "unexpected" and row.measured
-            and not (place in known or (row.key, row.variant) in self.quarantined or passed_before(row))
-        ]  # fmt: skip
+            if row.expected == "unexpected"
+            and row.measured
+            and not (
+                place in known or (row.key, row.variant) in self.quarantined or passed_before(row)
+            )
+        ]
 
 
 @dataclass
 class Past:
-    """The passing runs of a variant since it last changed. ``recent``: the attempts of the newest results, as long as
-    they had the same outcomes; ``earlier``: all attempts before. ``reference``: the newest of the earlier results whose
-    attempts agree, else the first."""
+    """The passing runs of a variant since it last changed. ``recent``: the attempts of the newest
+    results, as long as they had the same outcomes; ``earlier``: all attempts before. ``reference``:
+    the newest of the earlier results whose attempts agree, else the first."""
 
     reference: tuple[NightlyRun, VariantResult]
     newest: tuple[NightlyRun, VariantResult]
@@ -125,9 +151,10 @@ class Past:
     earlier: Counter[OutcomeName] = field(default_factory=Counter)
 
     def change(self, row: VariantResult) -> tuple[str | None, tuple[NightlyRun, VariantResult]]:
-        """Return the kind of the change or None, and what the result is compared with. Where attempts disagree, all
-        those of the passing runs count, and runs that have the same outcomes as this one count with it: a fix may stop
-        working in two steps. Of attempts that agree on a result that is not the expected one, chance is no reason."""
+        """Return the kind of the change or None, and what the result is compared with. Where
+        attempts disagree, all those of the passing runs count, and runs that have the same outcomes
+        as this one count with it: a fix may stop working in two steps. Of attempts that agree on a
+        result that is not the expected one, chance is no reason."""
         kinds, again = Counter(row.kinds), row.kinds.keys() == self.recent.keys()
         pools = [(self.earlier + self.recent, kinds)]
         pools += [(self.earlier, self.recent + kinds)] if again and self.earlier else []
@@ -148,15 +175,20 @@ class Past:
 
 
 def _counts(run: NightlyRun, row: VariantResult) -> bool:
-    """Whether later results are compared with this one of a passing run: it has no quarantined change, and is not what
-    the run left open (one with exit code 3 passes, too)."""
+    """Whether later results are compared with this one of a passing run: it has no quarantined
+    change, and is not what the run left open (one with exit code 3 passes, too)."""
     left_open = run.partial and row.expected in DIFFERS_FROM_PREDICTION
-    return run.passed and row.measured > 0 and not left_open and (row.key, row.variant) not in run.quarantined
+    return (
+        run.passed
+        and row.measured > 0
+        and not left_open
+        and (row.key, row.variant) not in run.quarantined
+    )
 
 
 def _only_flaky(run: NightlyRun, row: VariantResult) -> bool:
-    """Whether a night did not pass because a documented fix was flaky: its attempts count, or those of the passing
-    nights would look steadier than the fix is."""
+    """Whether a night did not pass because a documented fix was flaky: its attempts count, or those
+    of the passing nights would look steadier than the fix is."""
     return run.exit_code == 3 and row.expected == "differs_from_documentation" and not row.steady
 
 
@@ -184,7 +216,8 @@ def compare_to_last_passing(
 ) -> Regressions:
     """Compare each variant with the passing runs whose result of it counts.
 
-    ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, where they are known.
+    ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, where they
+    are known.
     """
     tonight = list(tonight)
     now = make_run("", tonight, packages=packages)
@@ -206,22 +239,35 @@ def compare_to_last_passing(
         hardware = changes[0].row.hardware
         machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
         fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
-        result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
-    shared = [run for run in result.passing if any(_counts(run, row) and place_of(row) in measured for row in run.rows)]
-    left = {f"{row.case}/{row.variant}" for run in result.passing for row in run.rows
-            if row.expected in DIFFERS_FROM_PREDICTION and place_of(row) in measured.keys() - pasts.keys()}  # fmt: skip
+        result.changed.append(
+            ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine)
+        )
+    shared = [
+        run
+        for run in result.passing
+        if any(_counts(run, row) and place_of(row) in measured for row in run.rows)
+    ]
+    left = {
+        f"{row.case}/{row.variant}"
+        for run in result.passing
+        for row in run.rows
+        if row.expected in DIFFERS_FROM_PREDICTION
+        and place_of(row) in measured.keys() - pasts.keys()
+    }
     result.left_open = tuple(sorted(left))
     compared = Counter(run.run_id for run, _ in result.references.values())
     result.previous = max(
-        shared, key=lambda run: (not run.partial, compared[run.run_id], shared.index(run)), default=None
+        shared,
+        key=lambda run: (not run.partial, compared[run.run_id], shared.index(run)),
+        default=None,
     )
     result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
     return result
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with those before it (``runs_before``) that passed: with exit code 0, or 3 where less was measured
-    than requested. At most ``KEPT`` are read."""
+    """Compare a run with those before it (``runs_before``) that passed: with exit code 0, or 3
+    where less was measured than requested. At most ``KEPT`` are read."""
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
     before = runs_before(folder)
     for run in [each for each in before if each.exit_code in (0, 3)][-KEPT:]:
@@ -229,7 +275,12 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
         stored = [compared(row, cases) for row in current_rows(run.folder, notes)]
         if cells & {row.cell for row in stored}:
             name = run.folder.name if run.folder.parent == scratch().resolve() else str(run.folder)
-            less = run.exit_code or missing_cells(run.folder, stored, notes) or lost(notes) or lacking(stored)
+            less = (
+                run.exit_code
+                or missing_cells(run.folder, stored, notes)
+                or lost(notes)
+                or lacking(stored)
+            )
             found.append(replace(make_run(name, map(from_row, stored), 0), partial=bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
@@ -239,8 +290,9 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
 
 
 def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
-    """Mark as unexpected what has no expectation of its own releases and was better: in the last passing run that
-    measured it, or, of a fix that fails and of which no release is known, with the newest older release there."""
+    """Mark as unexpected what has no expectation of its own releases and was better: in the last
+    passing run that measured it, or, of a fix that fails and of which no release is known, with the
+    newest older release there."""
     changed = {place_of(change.row) for each in since.changed for change in each.changes}
     upgraded = {(each.case, each.stack) for each in since.changed if DATED & each.versions.keys()}
 
@@ -253,7 +305,10 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
         run, before = since.references[place]
         works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
         upstream = now == "absent" and (row.case, row.stack.name) in upgraded
-        same = before.verdict == as_expected(row.verdict or "") or not changed & {place, (*place[:3], "unfixed")}
+        same = before.verdict == as_expected(row.verdict or "") or not changed & {
+            place,
+            (*place[:3], "unfixed"),
+        }
         return None if same or works_now or upstream else (before.verdict, run.run_id)
 
     marked = []
@@ -261,17 +316,26 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
         is_open = row.state in NOTHING_STORED or (row.nearest and row.state != "unexpected")
         known = better_before(row) if is_open and row.measured else None
         note = f"{row.note or 'no expectation'}; measured in {known[1]}" if known else ""
-        marked.append(replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row)
+        marked.append(
+            replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row
+        )
     return marked
 
 
 def _worked(row: Row, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
-    """Return FIXED and where it was measured, if the newest older release on this hardware shows it."""
+    """Return FIXED and where it was measured, if the newest older release on this hardware shows
+    it."""
     place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
-    found = [(run.stacks.get(one.stack, {}), one.verdict, run.run_id) for run in passing for one in run.rows
-             if one.measured and (one.key, one.hardware, one.variant) == place]  # fmt: skip
+    found = [
+        (run.stacks.get(one.stack, {}), one.verdict, run.run_id)
+        for run in passing
+        for one in run.rows
+        if one.measured and (one.key, one.hardware, one.variant) == place
+    ]
     older = [each for each in found if is_older(each[0], versions)]
-    newest = next((one for one in older if not any(is_older(one[0], other[0]) for other in older)), None)
+    newest = next(
+        (one for one in older if not any(is_older(one[0], other[0]) for other in older)), None
+    )
     return (newest[1], newest[2]) if newest and newest[1] == "FIXED" else None
 
 
@@ -285,15 +349,24 @@ def name_files(since: Regressions, now: NightlyRun) -> Regressions:
     return replace(since, changed=changed)
 
 
-def differing_packages(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return package -> (then, now); where only one side lists all its packages, only of the usual ones."""
+def differing_packages(
+    then: Mapping[str, str], now: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return package -> (then, now); where only one side lists all its packages, only of the usual
+    ones."""
     if any(not side.keys() - set(RELEVANT) for side in (then, now)):
-        then, now = ({name: each[name] for name in each if name in RELEVANT} for each in (then, now))
+        then, now = (
+            {name: each[name] for name in each if name in RELEVANT} for each in (then, now)
+        )
     return _differing(then, now)
 
 
 def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})} if then else {}
+    pairs = (
+        {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})}
+        if then
+        else {}
+    )
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

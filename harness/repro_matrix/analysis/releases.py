@@ -1,7 +1,8 @@
 """The releases in which a known failure reproduces, from its expectations (results/expected). Pure.
 
-Every expectation says what happens over a range of releases; the unfixed variant's outcome follows from the verdicts
-of the others. The package whose releases tell the outcomes apart best is the one that decides.
+Every expectation says what happens over a range of releases; the unfixed variant's outcome follows
+from the verdicts of the others. The package whose releases tell the outcomes apart best is the one
+that decides.
 """
 
 from __future__ import annotations
@@ -22,16 +23,22 @@ from repro_matrix.config.vocabulary import UPSTREAM
 
 State = Literal["reproduces", "other_failure", "absent"]
 STATES: Mapping[str, State] = {
-    "FIXED": "reproduces", "NOT_FIXED": "reproduces", "DIFFERENT_FAILURE": "reproduces",
-    "NOT_REPRODUCED": "absent", "FIXED_UPSTREAM": "absent", "FIX_BREAKS": "absent",
+    "FIXED": "reproduces",
+    "NOT_FIXED": "reproduces",
+    "DIFFERENT_FAILURE": "reproduces",
+    "NOT_REPRODUCED": "absent",
+    "FIXED_UPSTREAM": "absent",
+    "FIX_BREAKS": "absent",
     "SIGNATURE_MISMATCH": "other_failure",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class ReleaseRange:
-    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range and the one before.
-    ``alone``: the measurements on both sides of its beginning are of one cell, and differ in this package only."""
+    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range
+    and the one before.
+    ``alone``: the measurements on both sides of its beginning are of one cell, and differ in this
+    package only."""
 
     state: State
     first: str
@@ -49,7 +56,8 @@ class ReleaseRange:
 
 @dataclass(frozen=True)
 class Releases:
-    """What was measured over the releases of one package, the oldest first. ``ranges`` is empty where nothing was.
+    """What was measured over the releases of one package, the oldest first. ``ranges`` is empty
+    where nothing was.
 
     ``every``: the releases of all relevant packages, where none of them makes a difference.
     """
@@ -60,7 +68,8 @@ class Releases:
 
     @property
     def reproduces(self) -> str:
-        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``; "" if it never did."""
+        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``; "" if it never
+        did."""
         found = [each for each in self.ranges if each.state == "reproduces"]
         if found and self.every:
             return ", ".join(f"{name} {each.span}" for name, each in self.every.items())
@@ -70,13 +79,16 @@ class Releases:
     @property
     def after(self) -> ReleaseRange | None:
         """The first range after the failure; None while it reproduces, and where it never did."""
-        last = max((index for index, each in enumerate(self.ranges) if each.state == "reproduces"), default=None)
+        last = max(
+            (index for index, each in enumerate(self.ranges) if each.state == "reproduces"),
+            default=None,
+        )
         return self.ranges[last + 1] if last is not None and last + 1 < len(self.ranges) else None
 
     @property
     def ended(self) -> str:
-        """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6 and 5.0.0`` where
-        releases in between were not measured; "" while it reproduces."""
+        """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6
+        and 5.0.0`` where releases in between were not measured; "" while it reproduces."""
         if not self.after:
             return ""
         before = self.ranges[self.ranges.index(self.after) - 1]
@@ -86,10 +98,19 @@ class Releases:
 
     @property
     def sentence(self) -> str:
-        """Describe the whole history in a sentence; "" where it was measured on one release only."""
-        if not self.reproduces or all(each.first == each.last for each in (*self.ranges, *self.every.values())):
+        """Describe the whole history in a sentence; "" where it was measured on one release
+        only."""
+        if not self.reproduces or all(
+            each.first == each.last for each in (*self.ranges, *self.every.values())
+        ):
             return ""
-        verb = "" if not self.after else "; fixed " if self.after.state == "absent" else "; replaced by another error "
+        verb = (
+            ""
+            if not self.after
+            else "; fixed "
+            if self.after.state == "absent"
+            else "; replaced by another error "
+        )
         return f"reproduces in {self.reproduces}{verb}{self.ended}"
 
 
@@ -98,14 +119,18 @@ Point = tuple[State, Expectation]
 
 def releases_of(case: Case) -> Releases:
     """Return the releases of the package that decides."""
-    points: dict[str, dict[Version, list[Point]]] = {name: defaultdict(list) for name in ("transformers", *UPSTREAM)}
+    points: dict[str, dict[Version, list[Point]]] = {
+        name: defaultdict(list) for name in ("transformers", *UPSTREAM)
+    }
     for entry in case.expect:
         for state in {STATES[verdict] for verdict in entry.verdicts.values() if verdict in STATES}:
             for end in entry.measured_at:
                 for name in points.keys() & end.keys():
                     points[name][Version(end[name])].append((state, entry))
     found = {name: _ranges(name, each) for name, each in points.items() if each}
-    varying = {name: ranges for name, ranges in found.items() if len({each.state for each in ranges}) > 1}
+    varying = {
+        name: ranges for name, ranges in found.items() if len({each.state for each in ranges}) > 1
+    }
 
     def mixed(name: str) -> float:
         return fmean(len({state for state, _ in each}) > 1 for each in points[name].values())
@@ -119,23 +144,32 @@ def releases_of(case: Case) -> Releases:
 
 
 def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[ReleaseRange, ...]:
-    """Merge neighboring releases with the same state: the first one of STATES that any cell shows."""
+    """Merge neighboring releases with the same state: the first one of STATES that any cell
+    shows."""
     order = list(dict.fromkeys(STATES.values()))
-    states = {version: min((state for state, _ in each), key=order.index) for version, each in points.items()}
+    states = {
+        version: min((state for state, _ in each), key=order.index)
+        for version, each in points.items()
+    }
     out: list[ReleaseRange] = []
     before: list[Version] = []
     for state, group in groupby(sorted(states), key=states.__getitem__):
         versions = list(group)
         follows = bool(before) and _adjacent(package, points[before[-1]], points[versions[0]])
-        sides = [_others(package, one, states[one], points[one]) for one in (*before[-1:], versions[0])]
+        sides = [
+            _others(package, one, states[one], points[one]) for one in (*before[-1:], versions[0])
+        ]
         alone = any(one == other for one, other in product(*sides)) if before else False
         out.append(ReleaseRange(state, versions[0].public, versions[-1].public, follows, alone))
         before = versions
     return tuple(out)
 
 
-def _others(package: str, version: Version, state: State, points: Iterable[Point]) -> list[tuple[object, ...]]:
-    """Return the cells, the hardware and the other packages of the measurements of a release with this state."""
+def _others(
+    package: str, version: Version, state: State, points: Iterable[Point]
+) -> list[tuple[object, ...]]:
+    """Return the cells, the hardware and the other packages of the measurements of a release with
+    this state."""
     return [
         (cell, entry.hardware, {name: each for name, each in end.items() if name != package})
         for found, entry in points
@@ -146,9 +180,18 @@ def _others(package: str, version: Version, state: State, points: Iterable[Point
 
 
 def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:
-    """Whether an expectation that ends with one release and one that begins with the next leave no release between."""
-    ends = {(each.operator, each.version) for _, entry in before for each in SpecifierSet(entry.versions[package])}
-    begins = {(each.operator, each.version) for _, entry in after for each in SpecifierSet(entry.versions[package])}
+    """Whether an expectation that ends with one release and one that begins with the next leave no
+    release between."""
+    ends = {
+        (each.operator, each.version)
+        for _, entry in before
+        for each in SpecifierSet(entry.versions[package])
+    }
+    begins = {
+        (each.operator, each.version)
+        for _, entry in after
+        for each in SpecifierSet(entry.versions[package])
+    }
     upper = {version for operator, version in ends if operator == "<"}
     lower = {version for operator, version in begins if operator == ">="}
     last = {Version(version).release for operator, version in ends if operator == "<="}

@@ -1,4 +1,5 @@
-"""Draft the first files of a case: YAML with a proposed signature, and a script without its trigger.
+"""Draft the first files of a case: YAML with a proposed signature, and a script without its
+trigger.
 
 A draft begins with nothing, with a training log, or with another case.
 """
@@ -19,14 +20,27 @@ from repro_matrix.paths import CHECKOUT, CONF, REPROS
 Json = dict[str, Any]
 TODO = "TODO"
 COPIED = (
-    "pass_criteria", "requires", "steps", "supports_other_world_sizes", "allow_gpu_sharing", "min_ranks",
-    "accelerator", "launch", "axes", "options", "preserve_config", "tiny_config", "flags", "variants",
-)  # fmt: skip
+    "pass_criteria",
+    "requires",
+    "steps",
+    "supports_other_world_sizes",
+    "allow_gpu_sharing",
+    "min_ranks",
+    "accelerator",
+    "launch",
+    "axes",
+    "options",
+    "preserve_config",
+    "tiny_config",
+    "flags",
+    "variants",
+)
 CASE, SCRIPT = (Path(__file__).with_name(f"template.{kind}.txt") for kind in ("yaml", "py"))
 
 
 def draft(like: Json | None = None) -> Json:
-    """Return a case's file without its slug; ``like``: another one, whose flags, variants, checks ... it has."""
+    """Return a case's file without its slug; ``like``: another one, whose flags, variants, checks
+    ... it has."""
     case = yaml.safe_load(CASE.read_text(encoding="utf-8"))
     if like is not None:
         own = {key: value for key, value in case.items() if key not in COPIED}
@@ -35,7 +49,8 @@ def draft(like: Json | None = None) -> Json:
 
 
 def write(slug: str, case: Json, script: str) -> list[Path]:
-    """Write the files into the project's folders, all or none. Raises ConfigError; nothing is overwritten."""
+    """Write the files into the project's folders, all or none. Raises ConfigError; nothing is
+    overwritten."""
     folder, scripts = _case_folders()
     last = ("signatures", "variants")
     ordered = {"slug": slug, **{key: value for key, value in case.items() if key not in last}}
@@ -52,7 +67,9 @@ def write(slug: str, case: Json, script: str) -> list[Path]:
     except OSError as error:
         for path in written:
             path.unlink(missing_ok=True)
-        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}.") from None
+        raise ConfigError(
+            f"{error.filename or folder} cannot be written: {error.strerror}."
+        ) from None
     return written
 
 
@@ -74,14 +91,23 @@ def _case_folders() -> tuple[Path, Path]:
 
 
 def signature_of_error(error: Error) -> Json:
-    """Return the signature that an error of a log proposes: its type, its text without what changes, who raised it."""
+    """Return the signature that an error of a log proposes: its type, its text without what
+    changes, who raised it."""
     files = [str(frame["file"]).replace("\\", "/") for frame in error.places]
-    packages = [file.rpartition("-packages/")[2].partition("/")[0] for file in files if "-packages/" in file]
+    packages = [
+        file.rpartition("-packages/")[2].partition("/")[0] for file in files if "-packages/" in file
+    ]
     package = packages[-1].removesuffix(".py") if packages else f"{TODO}-package"
     kind = error.type.rpartition(".")[2]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind).lower().removesuffix("-error") or "raised"
     first = pattern(error.message.strip().partition("\n")[0][:160])
-    return {"name": name, "kind": "exception", "type": kind, "message": first or TODO, "package": package}
+    return {
+        "name": name,
+        "kind": "exception",
+        "type": kind,
+        "message": first or TODO,
+        "package": package,
+    }
 
 
 def pattern(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Export one variant of a case as a folder that runs without repro-matrix: script, settings, kit, README."""
+"""Export one variant of a case as a folder that runs without repro-matrix: script, settings, kit,
+README."""
 
 from __future__ import annotations
 
@@ -31,14 +32,18 @@ _MEANS = {
 }
 
 
-START = '''"""Start the case under torchrun; README.md has the command. Exit code 1: an error, or a failed check."""
+START = '''"""Start the case under torchrun; README.md has the command.
+
+Exit code 1: an error, or a failed check.
+"""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-SETTINGS = json.loads((Path(__file__).resolve().parent / "settings.json").read_text(encoding="utf-8"))
+FOLDER = Path(__file__).resolve().parent
+SETTINGS = json.loads((FOLDER / "settings.json").read_text(encoding="utf-8"))
 RANKS = SETTINGS["world_size"]
 if int(os.environ.get("WORLD_SIZE", "1")) != RANKS:
     sys.exit(f"This needs {RANKS} rank(s): torchrun --nproc-per-node {RANKS} run.py")
@@ -87,20 +92,29 @@ class Exported:
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
+def export_variant(
+    slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None
+) -> Exported:
     """Export one variant. Raises ReproError: its versions are unknown."""
     request, absent = ask([f"case={slug}", *overrides]), None
     try:
-        prepared = session.prepare(request.with_values({"stack": stack}) if stack else request, build_stacks=False)
+        prepared = session.prepare(
+            request.with_values({"stack": stack}) if stack else request, build_stacks=False
+        )
     except ReproError as error:
         if stack is None:
             raise
-        prepared, absent = session.prepare(request, build_stacks=False), str(error)  # for this environment
+        prepared, absent = (
+            session.prepare(request, build_stacks=False),
+            str(error),
+        )  # for this environment
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[slug]
     planned = next(each for each in plan.variants if each.variant == variant)
     stores = map(Store, project.published())
-    documents = [document for store in stores for document in store.documents(history=True, cases=[slug])]
+    documents = [
+        document for store in stores for document in store.documents(history=True, cases=[slug])
+    ]
     name = case.variants[variant].stack or stack or plan.cell.stack
     have = prepared.stacks.get(name)
     here = dict(have.versions) if have else {}
@@ -109,7 +123,8 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
     if not versions:
         stacks = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
         raise ConfigError(
-            f"{absent or planned.skipped}; nor is {slug}/{variant} stored with it (stored stacks: {stacks})."
+            f"{absent or planned.skipped}; nor is {slug}/{variant} stored with it (stored stacks:"
+            f" {stacks})."
         )
     settings = dict(planned.settings)
     if case.requires.gpus:  # also where there are no GPUs
@@ -119,13 +134,20 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
     skipped = absent or planned.skipped or (None if built else f"stack {name} is not built here")
     repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
     remote = settings["model"].get("remote_code")
-    copied = [*(repros / "repro_kit").glob("*.py"), *((repros / "remote_code" / remote).glob("*.*") if remote else ())]
+    copied = [
+        *(repros / "repro_kit").glob("*.py"),
+        *((repros / "remote_code" / remote).glob("*.*") if remote else ()),
+    ]
     files = {
-        "README.md": "\n".join(_readme(case, script.name, settings, versions, stored, skipped)) + "\n",
+        "README.md": (
+            "\n".join(_readme(case, script.name, settings, versions, stored, skipped)) + "\n"
+        ),
         "run.py": START.replace("SCRIPT", script.stem, 1),
         "settings.json": json.dumps(settings, indent=2) + "\n",
         script.name: script.read_text(encoding="utf-8"),
-        **{path.relative_to(repros).as_posix(): path.read_text(encoding="utf-8") for path in copied},
+        **{
+            path.relative_to(repros).as_posix(): path.read_text(encoding="utf-8") for path in copied
+        },
     }
     return Exported(files, settings["world_size"], stored, skipped, have if built else None)
 
@@ -136,14 +158,22 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
 def _measured(
     documents: Iterable[Document], variant: VariantPlan, stack: str, versions: Mapping[str, str]
 ) -> Measured | None:
-    """Return the most attempts with these settings on this stack; if ``versions`` are given, with these releases."""
+    """Return the most attempts with these settings on this stack; if ``versions`` are given, with
+    these releases."""
     found: list[Measured] = []
     for document in documents:
         stored = document["variants"].get(variant.variant)
         have = document["stack"]["versions"]
         same = all(have.get(name) == versions.get(name) for name in PACKAGES)
-        if stored and stored["attempts"] and (same if versions else document["stack"]["name"] == stack):
-            one, other = ({**each, "device": "", "backend": ""} for each in (stored["settings"], variant.settings))
+        if (
+            stored
+            and stored["attempts"]
+            and (same if versions else document["stack"]["name"] == stack)
+        ):
+            one, other = (
+                {**each, "device": "", "backend": ""}
+                for each in (stored["settings"], variant.settings)
+            )
             if not settings_difference(cast(Settings, one), cast(Settings, other)):
                 found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
     return max(found, key=lambda each: len(each.outcomes), default=None)
@@ -153,22 +183,39 @@ def _measured(
 
 
 def _readme(
-    case: Case, script: str, settings: Json, versions: Mapping[str, str], stored: Measured | None, skipped: str | None
+    case: Case,
+    script: str,
+    settings: Json,
+    versions: Mapping[str, str],
+    stored: Measured | None,
+    skipped: str | None,
 ) -> Iterator[str]:
     ranks = settings["world_size"]
     where = "GPUs" if settings["device"] == "cuda" else "CPU, gloo"
     model, strategy = settings["model"], settings["strategy"]["title"]
     yield f"# {case.title}{' (simulated GPUs)' if case.simulated else ''}"
     yield f"\n    torchrun --nproc-per-node {ranks} run.py\n"
-    yield "- Versions: " + " ".join(f"{name}=={versions[name]}" for name in PACKAGES if name in versions)
-    yield f"- Where: {ranks} rank(s), {where}; {model['title']} ({model['scale']}, random weights); {strategy}"
-    yield f"- Variant {settings['variant']}: {case.variants[settings['variant']].help}".removesuffix(": ")
+    yield "- Versions: " + " ".join(
+        f"{name}=={versions[name]}" for name in PACKAGES if name in versions
+    )
+    yield (
+        f"- Where: {ranks} rank(s), {where}; {model['title']} ({model['scale']}, random weights);"
+        f" {strategy}"
+    )
+    yield (
+        f"- Variant {settings['variant']}: {case.variants[settings['variant']].help}".removesuffix(
+            ": "
+        )
+    )
     if skipped:
         yield f"- Not run where this was written: {skipped}"
     if case.references:
         yield f"- See: {', '.join(case.references)}"
     yield from ["", *_expected(stored)]
-    yield f"\nThe case is {script}; `# <-` marks its trigger. repro_kit builds the model and checks the result."
+    yield (
+        f"\nThe case is {script}; `# <-` marks its trigger. repro_kit builds the model and checks"
+        " the result."
+    )
     yield "Every rank prints its checks. Exit code 1: an error, or a failed check."
 
 

@@ -1,7 +1,9 @@
-"""`repro accept --reason ...`: make measured verdicts the expected ones, and publish the results that support them.
+"""`repro accept --reason ...`: make measured verdicts the expected ones, and publish the results
+that support them.
 
-The results are written to results/baseline, and each case's table in results/expected is computed from them. Only this
-command writes expectations, and the change is reviewed. --dry-run shows what would be written.
+The results are written to results/baseline, and each case's table in results/expected is computed
+from them. Only this command writes expectations, and the change is reviewed. --dry-run shows what
+would be written.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "case=NAME,...: only these cases (default: all that were measured)"
     parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=text)
     parser.add_argument("--reason", help="why these verdicts are now the expected ones")
-    parser.add_argument("--dry-run", action="store_true", help="show what would change, and write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would change, and write nothing"
+    )
     text = "results folder (default: the last run in results/scratch)"
     parser.add_argument("--from", dest="source", metavar="DIR", help=text)
     text = "also publish verdicts that may be an error of the case (may be given for each)"
@@ -37,9 +41,15 @@ def main(args: argparse.Namespace) -> int:
     selection = overrides.parse(args.overrides)
     for key, text in selection.words:
         if key not in ("case", "results"):
-            raise ConfigError(f"{text}: all results of a case are accepted together. Select with case= and --from.")
+            raise ConfigError(
+                f"{text}: all results of a case are accepted together. Select with case= and"
+                " --from."
+            )
     if not args.dry_run and not (args.reason or "").strip():
-        raise ConfigError("accept: --reason is missing: why are these verdicts now expected? (--dry-run shows them)")
+        raise ConfigError(
+            "accept: --reason is missing: why are these verdicts now expected? (--dry-run shows"
+            " them)"
+        )
     known, own = catalog.load(), project.current()
     named = args.source or compose_run(selection.run).results
     source = runs.last_run(Path(named).expanduser() if named else runs.scratch())
@@ -50,7 +60,10 @@ def main(args: argparse.Namespace) -> int:
     found = propose(source, known, names - shipped, args.reason or "", args.allow)
     notes = [f"left out: {text}" for text in known.left_out]
     if shipped:
-        notes.append("left out: cases that are shipped with repro-matrix. Their expectations are read-only here.")
+        notes.append(
+            "left out: cases that are shipped with repro-matrix. Their expectations are read-only"
+            " here."
+        )
     print_notes([*notes, *found.notes])
     if args.dry_run or not found.refused:
         _print(found)
@@ -63,9 +76,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print(found: Publication) -> None:
-    rows = [[c.case, c.where, c.stack, c.variant, c.old or "(nothing)", c.new] for c in found.changes]
+    rows = [
+        [c.case, c.where, c.stack, c.variant, c.old or "(nothing)", c.new] for c in found.changes
+    ]
     if rows:
-        print_table("changed expectations", ["case", "cell", "stack", "variant", "old", "new"], rows)
+        print_table(
+            "changed expectations", ["case", "cell", "stack", "variant", "old", "new"], rows
+        )
     for places, meaning in (
         (found.written, "to publish"),
         (found.same, "with the same results as published"),
@@ -86,4 +103,6 @@ def _group(refused: Sequence[Refusal]) -> list[str]:
         places = list(dict.fromkeys(f"{each.cell} {each.variant}".strip() for each in members))
         names = list_some(places, 3)
         lines.append(f"{names}: {reason}")
-    return lines[:SHOWN] + ([f"and {counted(len(lines) - SHOWN, 'more reason')}"] if len(lines) > SHOWN else [])
+    return lines[:SHOWN] + (
+        [f"and {counted(len(lines) - SHOWN, 'more reason')}"] if len(lines) > SHOWN else []
+    )

@@ -1,14 +1,15 @@
-"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the result.
+"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the
+result.
 
-Overrides are those of `repro run` (model=, strategy=, flags.<name>=, repeat=, results= ...), and stack=: the stack
-whose package is replaced (default: the one on which the case is known to fail).
+Overrides are those of `repro run` (model=, strategy=, flags.<name>=, repeat=, results= ...), and
+stack=: the stack whose package is replaced (default: the one on which the case is known to fail).
 
-good: the failure does not occur (the variant passes; or, if the good end fails with another error, that error).
-bad: the failure occurs. Any other result in between is unknown and is skipped. If good is the newer end, the
-search is for the release with the fix. With repeat=N, a flaky failure is repeated according to its rate.
-Two stacks: first the packages that cause the difference, then the release of each.
-Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot be measured, or no package
-is the culprit.
+good: the failure does not occur (the variant passes; or, if the good end fails with another error,
+that error). bad: the failure occurs. Any other result in between is unknown and is skipped. If good
+is the newer end, the search is for the release with the fix. With repeat=N, a flaky failure is
+repeated according to its rate. Two stacks: first the packages that cause the difference, then the
+release of each. Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot
+be measured, or no package is the culprit.
 """
 
 from __future__ import annotations
@@ -37,15 +38,31 @@ from repro_matrix.text import log
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case_or_script(parser)
     add = parser.add_argument
-    add("--good", required=True, help="a release without the failure, or a stack (a name, a lock file, python:PATH)")
+    add(
+        "--good",
+        required=True,
+        help="a release without the failure, or a stack (a name, a lock file, python:PATH)",
+    )
     add("--bad", required=True, help="a release with the failure, or a stack")
-    add("--package", help="search its releases (default: transformers); with two stacks: search this package only")
+    add(
+        "--package",
+        help=(
+            "search its releases (default: transformers); with two stacks: search this package only"
+        ),
+    )
     add("--variant", help="default: the first variant")
     text = "search for any change of the result, not only of this failure"
     add("--any-change", action="store_true", help=text)
-    add("--repo", metavar="DIR", help="a local git clone of the package, to find the commit; the clone is only read")
+    add(
+        "--repo",
+        metavar="DIR",
+        help="a local git clone of the package, to find the commit; the clone is only read",
+    )
     add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
-    text = "the failure: a number of the training differs from the good end's by more than rounding; names the module"
+    text = (
+        "the failure: a number of the training differs from the good end's by more than rounding;"
+        " names the module"
+    )
     add("--numbers", action="store_true", help=text)
     options.vary(parser)
     options.trace(parser)
@@ -55,7 +72,11 @@ def main(args: argparse.Namespace) -> int:
     _check_ends(args.good, args.bad)
     prober, variant, base = _of_script(args) if options.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
-    clone = Clone(Path(args.repo).expanduser().absolute(), package or "transformers") if args.repo else None
+    clone = (
+        Clone(Path(args.repo).expanduser().absolute(), package or "transformers")
+        if args.repo
+        else None
+    )
     search = Search(prober, variant, args.any_change, clone, args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
         try:
@@ -65,7 +86,9 @@ def main(args: argparse.Namespace) -> int:
         except Stopped as stopped:
             return options.stopped(stopped)
         except SameResult as error:
-            raise ConfigError("\n  ".join([str(error), *_other_causes(args, search, package, base)])) from None
+            raise ConfigError(
+                "\n  ".join([str(error), *_other_causes(args, search, package, base)])
+            ) from None
     data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
     text = report.render("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
@@ -75,7 +98,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
-    case, request, base = options.case_of(args, {"variants": "bisect one variant with --variant NAME"})
+    case, request, base = options.case_of(
+        args, {"variants": "bisect one variant with --variant NAME"}
+    )
     variant = one_variant(case, args.variant)
     return Prober(request, log, threading.Event(), variants=[variant]), variant, base
 
@@ -91,15 +116,21 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     return prober, VARIANT, base
 
 
-def _other_causes(args: argparse.Namespace, search: Search, package: str | None, base: str) -> list[str]:
+def _other_causes(
+    args: argparse.Namespace, search: Search, package: str | None, base: str
+) -> list[str]:
     """Return what else the failure may depend on, with commands."""
     releases, name = is_release(args.good), package or "transformers"
     good = stacks.with_release(base, name, args.good) if releases else args.good
     more = [f"stack={good}", *(["--numbers", good] if args.numbers else [])]
     more += [f"variants={search.variant}"] if args.variant else []
     ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant", "--vary", "--ranks"))
-    versions = reworded(["repro", "versions", *args.words], ends, ("--any-change", "--numbers", "stack"), more)
-    return list_causes(search.prober, [name] if releases else [], ["repro", "bisect", *args.words], versions)
+    versions = reworded(
+        ["repro", "versions", *args.words], ends, ("--any-change", "--numbers", "stack"), more
+    )
+    return list_causes(
+        search.prober, [name] if releases else [], ["repro", "bisect", *args.words], versions
+    )
 
 
 def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
@@ -115,6 +146,8 @@ def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
 def _check_ends(good: str, bad: str) -> None:
     """Raise ConfigError for ends that cannot be compared, before a stack is built."""
     if is_release(good) != is_release(bad):
-        raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks.")
+        raise ConfigError(
+            f"--good {good} --bad {bad}: give two releases of a package, or two stacks."
+        )
     for side, text in () if is_release(good) else (("good", good), ("bad", bad)):
         options.check_stack(side, text)

@@ -1,14 +1,16 @@
-"""`repro consistency SCRIPT --ranks 1,2 --vary '--acc {1,4}'`: compare a script with itself; no side is trusted.
+"""`repro consistency SCRIPT --ranks 1,2 --vary '--acc {1,4}'`: compare a script with itself; no
+side is trusted.
 
-Say which arguments must not change what your script computes. Each choice is launched once, on one stack, and must
-train as the first one does, up to rounding:
+Say which arguments must not change what your script computes. Each choice is launched once, on one
+stack, and must train as the first one does, up to rounding:
   --ranks 1,2                              one process and two ranks
-  --ranks '1,2 --batch {8,4}'              the values of several lists belong together: here 8 samples in each step
+  --ranks '1,2 --batch {8,4}'              the values of several lists belong together: here 8
+  samples in each step
   --vary '--batch {8,2} --acc {1,4}'       one micro-batch and four
   --vary --checkpoint                      without an argument and with it
   --ranks '1,2,2 --strategy {none,ddp,fsdp}'
-With several options, each is varied by itself, and then all of them together.
-Exit codes: 0 all agree, 1 the script contradicts itself, 2 usage, 3 not everything could be checked.
+With several options, each is varied by itself, and then all of them together. Exit codes: 0 all
+agree, 1 the script contradicts itself, 2 usage, 3 not everything could be checked.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from repro_matrix.text import log, one_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("case", metavar="SCRIPT", nargs="?", help="./train.py, or a command line after --")
+    parser.add_argument(
+        "case", metavar="SCRIPT", nargs="?", help="./train.py, or a command line after --"
+    )
     options.overrides(parser)
     options.launch(parser)
     options.vary(parser)
@@ -46,7 +50,9 @@ def main(args: argparse.Namespace) -> int:
     runner = TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
-            found, runs = consistency.check(runner, chosen, stack, Window(args.steps, args.from_step))
+            found, runs = consistency.check(
+                runner, chosen, stack, Window(args.steps, args.from_step)
+            )
         except Stopped as stopped:
             return options.stopped(stopped)
     command = shlex.join(["repro", "consistency", *args.words])

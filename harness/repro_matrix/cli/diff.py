@@ -3,9 +3,10 @@
 A, B: a folder of results, or a stack of the baseline (torch2.2-tf4.39, current). Where
 each side has one stack or one hardware and they differ, the comparison goes across them.
 
-exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
-lacks results of A that its run was asked for, or a file cannot be read; 2 usage, no results, or no cell in common.
-Results that only B has are listed and do not change the exit code.
+exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no
+result differs, but B lacks results of A that its run was asked for, or a file cannot be read; 2
+usage, no results, or no cell in common. Results that only B has are listed and do not change the
+exit code.
 --agreement: 0 a GPU agrees with a CPU; 1 they differ; 3 no such pair; 2 as above.
 """
 
@@ -46,7 +47,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     if not any(row.measured for side in (one, other) for row in side.rows):
-        raise ConfigError(f"nothing to compare: neither {args.one} nor {args.other} has a measured result")
+        raise ConfigError(
+            f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
+        )
     everything = diffs.compare(one.rows, other.rows)
     folder = runs.last_run(Path(args.other).expanduser())
     asked = load_requested(folder, other.rows) if runs.read(folder) else None
@@ -56,10 +59,16 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     unreadable = len(one.unreadable) + len(other.unreadable)
     code = result.exit_code or (ExitCode.INCOMPLETE if unreadable else 0)
     if args.json:
-        counts = {"unreadable": unreadable, "unrequested": sum(result.excused.values()), "exit_code": code}
+        counts = {
+            "unreadable": unreadable,
+            "unrequested": sum(result.excused.values()),
+            "exit_code": code,
+        }
         print_json({"a": args.one, "b": args.other, **diffs.diff_to_json(result), **counts})
         return code
-    reason = {0: "no difference", 1: "results differ"}.get(code, "the second side lacks results of the first")
+    reason = {0: "no difference", 1: "results differ"}.get(
+        code, "the second side lacks results of the first"
+    )
     if unreadable and not result.exit_code:
         reason = f"no difference, but {counted(unreadable, 'file')} could not be read"
     print_wrapped(*diffs.describe_diff(result, args.all))
@@ -78,7 +87,8 @@ def _agreement(args: argparse.Namespace, one: Side, other: Side) -> int:
     if any(each.across for each in cases):
         return ExitCode.DIFFERS if any(each.disagreements for each in cases) else ExitCode.OK
     log(
-        f"repro: no GPU was compared with a CPU: {args.one} and {args.other} have no cell that was measured on a GPU "
-        "in one of them and on the CPU in the other. Measure one where `repro doctor` lists a usable GPU."
+        f"repro: no GPU was compared with a CPU: {args.one} and {args.other} have no cell that was"
+        " measured on a GPU in one of them and on the CPU in the other. Measure one where `repro"
+        " doctor` lists a usable GPU."
     )
     return ExitCode.INCOMPLETE

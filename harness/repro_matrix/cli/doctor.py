@@ -1,4 +1,5 @@
-"""`repro doctor`: what this machine has, what can run here, and the reason for each case that cannot."""
+"""`repro doctor`: what this machine has, what can run here, and the reason for each case that
+cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.environment import probe
-from repro_matrix.environment.gpus import GpuState, describe_gpu, describe_unusable, other_user, states
+from repro_matrix.environment.gpus import (
+    GpuState,
+    describe_gpu,
+    describe_unusable,
+    other_user,
+    states,
+)
 from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import resolve
 from repro_matrix.launch.processes import op_compiled
@@ -38,7 +45,11 @@ def main(args: argparse.Namespace) -> int:
         prepared = session.prepare(request, build_stacks=False, as_locked=True)
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
-    stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()), None) or resolve("current")
+    stack = (
+        prepared.stacks[used[0]]
+        if used
+        else next(iter(prepared.stacks.values()), None) or resolve("current")
+    )
     given, cells = prepared.settings.env, [each.cell for each in prepared.plans]
     checked = check_stacks(prepared, cells)
     if stack.name not in checked:  # it is used on the CPU alone
@@ -50,58 +61,101 @@ def main(args: argparse.Namespace) -> int:
     plan(prepared, cells, build=False)
     problems += [problem for _, problem in checked.values() if problem]
     folders = {"REPRO_CACHE": cache_dir(), "results": runs.scratch()}
-    problems += [f"{why}: set another with {key}=DIR" for key, path in folders.items() if (why := unwritable(path))]
+    problems += [
+        f"{why}: set another with {key}=DIR"
+        for key, path in folders.items()
+        if (why := unwritable(path))
+    ]
     now = states([gpu.uuid for gpu in machine.gpus])
-    problems += [f"GPU {gpu.index}: {why}" for gpu in profile.gpus if (why := now[gpu.uuid].problem)]
+    problems += [
+        f"GPU {gpu.index}: {why}" for gpu in profile.gpus if (why := now[gpu.uuid].problem)
+    ]
     in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
     problems += [*prepared.shortfall(), *prepared.too_few_free()]
     shm, untraceable = shm_mb(), no_ptrace()
-    notes = describe_unusable(machine.left_out) if where == "here" else []  # else they are the problem
+    notes = (
+        describe_unusable(machine.left_out) if where == "here" else []
+    )  # else they are the problem
     notes += [machine.hidden] if machine.hidden else []
     notes += () if problems else machine.unusable  # on hardware=cpu
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     notes += [f"stack {name} would be built first" for name in prepared.to_build]
     slow = "DeepSpeed's CPU op is not compiled: the first run that needs it takes minutes more"
-    notes += [f"stack {name}: {slow}" for name, each in prepared.stacks.items() if not op_compiled(each)]
+    notes += [
+        f"stack {name}: {slow}" for name, each in prepared.stacks.items() if not op_compiled(each)
+    ]
     notes += profile.warnings(shm)
-    remedy = "attempts use other GPUs, or wait until it is free. End that process, or leave the GPU out of"
-    notes += [f"GPU {index} is in use by {user}: {remedy} CUDA_VISIBLE_DEVICES" for index, user in in_use.items()]
+    remedy = (
+        "attempts use other GPUs, or wait until it is free. End that process, or leave the GPU"
+        " out of"
+    )
+    notes += [
+        f"GPU {index} is in use by {user}: {remedy} CUDA_VISIBLE_DEVICES"
+        for index, user in in_use.items()
+    ]
     if profile.gpus:
-        notes += [*machine.notes(given), *probe.import_notes(torch), *probe.untested(torch, profile)]
-    notes += [f"py-spy cannot inspect ranks ({untraceable}): hangs are dumped by faulthandler"] if untraceable else []
+        notes += [
+            *machine.notes(given),
+            *probe.import_notes(torch),
+            *probe.untested(torch, profile),
+        ]
+    notes += (
+        [f"py-spy cannot inspect ranks ({untraceable}): hangs are dumped by faulthandler"]
+        if untraceable
+        else []
+    )
     rows: list[dict[str, Any]] = [
         {
             **{name: getattr(plan.cell, name) for name in ("case", "model", "strategy")},
             "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
             "runs": plan.skipped is None,
             "reason": plan.skipped,
-            "skipped_variants": {} if plan.skipped else {v.variant: v.skipped for v in plan.variants if v.skipped},
+            "skipped_variants": (
+                {} if plan.skipped else {v.variant: v.skipped for v in plan.variants if v.skipped}
+            ),
         }
         for plan in prepared.plans
     ]
     if args.json:
-        print_json({
-            "machine": asdict(machine), "hardware": [each.name for each in prepared.profiles],
-            "backend": profile.backend, "torch": torch,
-            "gpus": [asdict(gpu) | asdict(now[gpu.uuid]) for gpu in machine.gpus],
-            "shm_mb": shm, "ptrace": untraceable is None, "problems": problems, "notes": notes,
-            "stack": {"name": stack.name, "python": stack.python, "versions": dict(stack.versions)}, "cells": rows,
-            "unavailable_stacks": prepared.unavailable,
-        })  # fmt: skip
+        print_json(
+            {
+                "machine": asdict(machine),
+                "hardware": [each.name for each in prepared.profiles],
+                "backend": profile.backend,
+                "torch": torch,
+                "gpus": [asdict(gpu) | asdict(now[gpu.uuid]) for gpu in machine.gpus],
+                "shm_mb": shm,
+                "ptrace": untraceable is None,
+                "problems": problems,
+                "notes": notes,
+                "stack": {
+                    "name": stack.name,
+                    "python": stack.python,
+                    "versions": dict(stack.versions),
+                },
+                "cells": rows,
+                "unavailable_stacks": prepared.unavailable,
+            }
+        )
         return 3 if problems else 0
-    print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb:.1f} GiB; {machine.os}")
+    print_wrapped(
+        f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb:.1f} GiB; {machine.os}"
+    )
     _print_gpus(machine, now)
     of_torch = probe.describe(torch, len(profile.gpus))
     print_wrapped(
-        f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if untraceable else 'py-spy'}",
+        f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs:"
+        f" {'faulthandler' if untraceable else 'py-spy'}",
         f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {of_torch}",
         f"stack {stack.describe(_SHOWN)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )
     terminal.print_lines([*terminal.doctor_lines(rows, where, terminal.columns()), ""])
-    first = f", once {counted(len(problems), 'problem')} (PROBLEM, above) is solved" if problems else ""
+    first = (
+        f", once {counted(len(problems), 'problem')} (PROBLEM, above) is solved" if problems else ""
+    )
     first = first if where == "here" else f"; those of the GPUs{first}"
     print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run {where}{first}")
     return 3 if problems else 0

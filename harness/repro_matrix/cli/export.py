@@ -1,4 +1,5 @@
-"""`repro export CASE --variant NAME`: write a folder that runs without repro-matrix, for an upstream issue."""
+"""`repro export CASE --variant NAME`: write a folder that runs without repro-matrix, for an
+upstream issue."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ from repro_matrix.text import log
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
     arguments.overrides(parser, json=False)
-    parser.add_argument("--variant", help="the variant (default: the first, which is the unfixed one)")
-    parser.add_argument("--out", metavar="FOLDER", help="the new folder (default: CASE-VARIANT here)")
+    parser.add_argument(
+        "--variant", help="the variant (default: the first, which is the unfixed one)"
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="the new folder (default: CASE-VARIANT here)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,7 +33,9 @@ def main(args: argparse.Namespace) -> int:
     exported = export_variant(args.case, variant, overrides, stack)
     out = Path(args.out or f"{case.slug}-{variant}")
     if out.exists():
-        raise ConfigError(f"{out}: the folder exists and is not overwritten. Name another one with --out.")
+        raise ConfigError(
+            f"{out}: the folder exists and is not overwritten. Name another one with --out."
+        )
     exported.write(out)
     log(f"wrote {out}; run it with torchrun --nproc-per-node {exported.ranks} {out / 'run.py'}")
     return 0

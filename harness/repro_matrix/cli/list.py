@@ -6,7 +6,14 @@ import argparse
 from typing import Any
 
 from repro_matrix.cli import options
-from repro_matrix.report.terminal import axes_of, named, print_json, print_notes, print_table, print_wrapped
+from repro_matrix.report.terminal import (
+    axes_of,
+    named,
+    print_json,
+    print_notes,
+    print_table,
+    print_wrapped,
+)
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
@@ -18,18 +25,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     request = ask(args.overrides)
     request.check()
-    cells = request.cells  # an error that names a file that is left out is not preceded by the note about it
+    cells = (
+        request.cells
+    )  # an error that names a file that is left out is not preceded by the note about it
     print_notes([f"left out: {text}" for text in request.catalogue.left_out])
     rows: list[dict[str, Any]] = []
     for cell in cells:
         case = request.catalogue.cases[cell.case]
         row = {
-            "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,
-            "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "ranks": cell.ranks,
-            "stack": cell.stack, "variants": {name: variant.role for name, variant in case.variants.items()},
+            "case": cell.case,
+            "kind": case.kind,
+            "title": case.title,
+            "references": case.references,
+            "model": cell.model,
+            "strategy": cell.strategy,
+            "flags": dict(cell.flags),
+            "ranks": cell.ranks,
+            "stack": cell.stack,
+            "variants": {name: variant.role for name, variant in case.variants.items()},
             "simulated": case.simulated,
-            "needs": {"requires": case.requires.packages, "gpus": case.requires.gpus, "stack": case.requires.stack},
-        }  # fmt: skip
+            "needs": {
+                "requires": case.requires.packages,
+                "gpus": case.requires.gpus,
+                "stack": case.requires.stack,
+            },
+        }
         rows += [row | {"hardware": hardware} for hardware in request.hardware]
     if args.json:
         print_json(rows)
@@ -38,10 +58,16 @@ def main(args: argparse.Namespace) -> int:
     for name in dict.fromkeys(row["case"] for row in rows):
         members = [row for row in rows if row["case"] == name]
         kind = "known failure" if members[0]["kind"] == "failure" else members[0]["kind"]
-        table.append([
-            named(name, members[0]["simulated"]), kind, len(members), len(members[0]["variants"]), axes_of(members),
-            members[0]["title"],
-        ])  # fmt: skip
+        table.append(
+            [
+                named(name, members[0]["simulated"]),
+                kind,
+                len(members),
+                len(members[0]["variants"]),
+                axes_of(members),
+                members[0]["title"],
+            ]
+        )
     heads = ["case", "kind", "cells", "variants", "model / strategy", "title"]
     print_table("", heads, table, narrow=("model / strategy", "title"))
     total = f"{counted(len({row['case'] for row in rows}), 'case')}, {counted(len(rows), 'cell')}"

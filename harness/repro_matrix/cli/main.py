@@ -1,7 +1,8 @@
 """The `repro` command: choose the command's module, and turn errors into exit codes.
 
-A command's module has ``configure(parser)``, which adds its arguments, and ``main(args)``; its docstring without the
-first paragraph is the end of its help. It is imported only when that command runs.
+A command's module has ``configure(parser)``, which adds its arguments, and ``main(args)``; its
+docstring without the first paragraph is the end of its help. It is imported only when that command
+runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from repro_matrix.errors import ConfigError, ExitCode, ReproError, nearest
 GROUPS = {
     "run": {
         "run": "run one case live, with all its variants",
-        "matrix": "run every cell of a selection; report what reproduces, with and without each fix",
+        "matrix": (
+            "run every cell of a selection; report what reproduces, with and without each fix"
+        ),
         "doctor": "report what this machine can run, and the reason for each skip",
     },
     "explore": {
@@ -32,7 +35,9 @@ GROUPS = {
         "report": "write the results as a page, a site, JUnit, Markdown or JSON",
         "match": "find known failures in a training log, and the fixes that were measured for them",
         "diff": "compare two runs, stacks or machines",
-        "nightly": "compare a nightly run with the last passing one; draft an issue per changed case",
+        "nightly": (
+            "compare a nightly run with the last passing one; draft an issue per changed case"
+        ),
     },
     "search": {
         "versions": "measure in which releases of a package each variant of a case reproduces",
@@ -60,11 +65,20 @@ Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect,
 
 
 # Errors of the disk or its permissions, which a user can mend, whatever was being written.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)
+DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+)
 
 
 def overview() -> str:
-    """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's module."""
+    """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's
+    module."""
     lines = [
         f"{group if index == 0 else '':<10}{command + ' ':<10}{text}"
         for group, commands in GROUPS.items()
@@ -90,7 +104,8 @@ def command_parser(command: str) -> tuple[Any, Any]:
 
 
 def parsed(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return a command's module and its parsed arguments. Raise SystemExit or ConfigError if they are wrong."""
+    """Return a command's module and its parsed arguments. Raise SystemExit or ConfigError if they
+    are wrong."""
     from repro_matrix.cli import options
 
     module, parser = command_parser(command)
@@ -106,7 +121,11 @@ def _run(arguments: Sequence[str]) -> int:
         print(_version())
         return 0
     if command not in COMMANDS:
-        what = f"unknown command {command!r}{nearest(command, COMMANDS)}" if command else "a command is missing"
+        what = (
+            f"unknown command {command!r}{nearest(command, COMMANDS)}"
+            if command
+            else "a command is missing"
+        )
         raise ConfigError(f"{what} (`repro --help` lists the commands)")
     module, args = parsed(command, arguments[1:])
     return int(module.main(args))
@@ -126,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1, 2, 3, 70 or 130; see `repro --help`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:  # the caller closed it, and Python puts nothing in its place
-        print("repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr)
+        print(
+            "repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr
+        )
         return ReproError.exit_code
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -139,7 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"repro: {error}", file=sys.stderr)
         # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
         return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
-    except BrokenPipeError:  # `repro list | head`: as the signal would end it, since 0 would be an answer
+    except (
+        BrokenPipeError
+    ):  # `repro list | head`: as the signal would end it, since 0 would be an answer
         _discard_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -153,7 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             place, advice = (
                 error.filename,
-                ". Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option that names it.",
+                (
+                    ". Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option that"
+                    " names it."
+                ),
             )
         verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
         print(f"repro: {place}: cannot be {verb}: {error.strerror}{advice}", file=sys.stderr)
@@ -169,7 +195,10 @@ def _discard_output() -> None:
 
 def _defect() -> int:
     traceback.print_exc()
-    print(f"repro: this is a defect of repro-matrix, not a result; Python {sys.version.split()[0]}", file=sys.stderr)
+    print(
+        f"repro: this is a defect of repro-matrix, not a result; Python {sys.version.split()[0]}",
+        file=sys.stderr,
+    )
     return ExitCode.DEFECT
 
 

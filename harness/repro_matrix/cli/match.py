@@ -1,9 +1,10 @@
-"""`repro match train.log ...`: find known failures in training logs, and what stored measurements say about them.
+"""`repro match train.log ...`: find known failures in training logs, and what stored measurements
+say about them.
 
 The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
 
-exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log,
-every log empty); 3 no failure. For several logs, the lowest of their codes.
+exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file,
+not a log, every log empty); 3 no failure. For several logs, the lowest of their codes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ from repro_matrix.report.terminal import print_json, print_notes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="*", metavar="LOG", help="a training log, also gzip or UTF-16; - or none: stdin")
     parser.add_argument(
-        "--versions", metavar="FILE", help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME"
+        "logs",
+        nargs="*",
+        metavar="LOG",
+        help="a training log, also gzip or UTF-16; - or none: stdin",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of text")
+    parser.add_argument(
+        "--versions",
+        metavar="FILE",
+        help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON with stable keys instead of text"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -55,9 +65,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _versions(stacks: list[str], file: str | None) -> Versions | None:
-    """Return the versions of a stack's lock, of this environment (``current``), or of a file. Raises ConfigError."""
+    """Return the versions of a stack's lock, of this environment (``current``), or of a file.
+    Raises ConfigError."""
     if len(stacks) + bool(file) > 1:
-        raise ConfigError(f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions.")
+        raise ConfigError(
+            f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions."
+        )
     if file:
         return lockfiles.read(Path(file)).pins, f"from {file}"
     for name in stacks:

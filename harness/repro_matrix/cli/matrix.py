@@ -34,26 +34,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run_options(parser: argparse.ArgumentParser) -> None:
     """Add what `repro run CASE` takes as well."""
     add = parser.add_argument
-    add("--resume", action="store_true", help="continue the interrupted run, or this selection's: keep its results")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the interrupted run, or this selection's: keep its results",
+    )
     add("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
 
 
 def main(args: argparse.Namespace) -> int:
     if args.all and args.dry_run:
-        raise ConfigError("--all: shows results, and --dry-run has none. --json lists every variant.")
+        raise ConfigError(
+            "--all: shows results, and --dry-run has none. --json lists every variant."
+        )
     return measure(args, args.overrides, every_variant=args.all, page=True)
 
 
 def measure(
-    args: argparse.Namespace, texts: Sequence[str], *, every_variant: bool, live: bool = False, page: bool = False
+    args: argparse.Namespace,
+    texts: Sequence[str],
+    *,
+    every_variant: bool,
+    live: bool = False,
+    page: bool = False,
 ) -> int:
-    """Run a selection and print its results; return the exit code. ``every_variant`` and ``live`` (each attempt): print
-    a line for each. ``page``: measure the canary cells first, and write the run's page beside its results."""
+    """Run a selection and print its results; return the exit code. ``every_variant`` and ``live``
+    (each attempt): print a line for each. ``page``: measure the canary cells first, and write the
+    run's page beside its results."""
     entries, for_git = quarantine.read(), getattr(args, "bisect_exit", False)
     texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
-    prepared = session.prepare(texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run)
+    prepared = session.prepare(
+        texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run
+    )
     quarantine.check(entries, prepared.catalogue)
-    log("\n".join([f"repro: {prepared.headline()}", *(f"note: {note}" for note in prepared.notes())]))
+    log(
+        "\n".join(
+            [f"repro: {prepared.headline()}", *(f"note: {note}" for note in prepared.notes())]
+        )
+    )
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
     from repro_matrix.report.load import write_run_page  # imports Jinja
@@ -64,10 +82,14 @@ def measure(
         run_summary.Progress(live, prepared.catalogue.cases) as progress,
         workspace.interruptible(stop, progress.warn, workspace.RESUMED),
     ):
-        summary = workspace.execute(prepared, progress.event, stop, args.resume, progress.warn, with_canary=page)
+        summary = workspace.execute(
+            prepared, progress.event, stop, args.resume, progress.warn, with_canary=page
+        )
         finish(summary)
     today, cases = datetime.now(timezone.utc).date(), prepared.catalogue.cases
-    rows = [row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))]
+    rows = [
+        row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))
+    ]
     rows = quarantine.mark_rows(rows, entries, today)
     expired = quarantine.expired(rows, entries, today)
     folder = results_folder(prepared.settings)
@@ -76,7 +98,9 @@ def measure(
     head = headline(rows, cases, since)
     if summary.problem:
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
-        head = replace(head, incomplete=f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}")
+        head = replace(
+            head, incomplete=f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}"
+        )
     short = prepared.shortfall()
     code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
     code = code or (ExitCode.USAGE if expired else ExitCode.OK)
@@ -85,14 +109,20 @@ def measure(
     written = write_run_page(folder) if page else None
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
-        totals = {**run_summary.totals(prepared, summary, head), "page": str(written) if written else None}
+        totals = {
+            **run_summary.totals(prepared, summary, head),
+            "page": str(written) if written else None,
+        }
         print_json({"rows": records, "summary": totals})
     else:
         print_lines(run_summary.lines(prepared, summary, head, expired, every_variant, columns()))
         print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
         if not args.json:
-            print(f"exit code {int(summary.problem.exit_code)}: stopped before everything was measured")
+            print(
+                f"exit code {int(summary.problem.exit_code)}: stopped before everything was"
+                " measured"
+            )
         raise summary.problem
     if summary.interrupted:
         log("interrupted: --resume continues with what is missing")

@@ -1,10 +1,10 @@
 """`repro merge DIR...`: the results of all shards of a run in one folder.
 
-Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
-selections, a shard given twice and a cell in two shards are refused by name.
+Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks
+or selections, a shard given twice and a cell in two shards are refused by name.
 
-exit codes: 0 every shard is complete; 3 a shard, or a cell of one, is missing (the rest is merged); 2 not shards
-of one run.
+exit codes: 0 every shard is complete; 3 a shard, or a cell of one, is missing (the rest is merged);
+2 not shards of one run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ SHOWN = 5  # missing cells of a shard
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", metavar="DIR", help="the results of one shard each")
-    parser.add_argument("--to", metavar="DIR", required=True, help="where all of them go; new, or empty")
+    parser.add_argument(
+        "--to", metavar="DIR", required=True, help="where all of them go; new, or empty"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -36,7 +38,9 @@ def main(args: argparse.Namespace) -> int:
     # A folder of runs stands for the last of them.
     folders = {name: runs.last_run(Path(name).expanduser()) for name in args.folders}
     places = [folders[name].resolve() for name in args.folders]
-    twice = next((name for name, place in zip(args.folders, places) if places.count(place) > 1), None)
+    twice = next(
+        (name for name, place in zip(args.folders, places) if places.count(place) > 1), None
+    )
     if twice:
         raise ResultsError(f"{twice}: is given twice")
     if any(target.resolve().is_relative_to(place) for place in places):
@@ -60,17 +64,26 @@ def main(args: argparse.Namespace) -> int:
     for shard, cells in lacking.items():
         few = list_some(cells, SHOWN, "; ")
         lacks = counted(len(cells), "cell")
-        print(f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume goes on)")
+        print(
+            f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume"
+            " goes on)"
+        )
     if next(iter(parts.values())).changed:
         print("note: measured on a changed tree: `repro accept` will not take it")
-    print(f"{counted(len(files), 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
-    print(f"exit code {code}: " + ("a shard or a cell is missing" if code else "every shard is complete"))
+    print(
+        f"{counted(len(files), 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}"
+    )
+    print(
+        f"exit code {code}: "
+        + ("a shard or a cell is missing" if code else "every shard is complete")
+    )
     return code
 
 
 def _copy(files: Mapping[Path, Path], target: Path, unfinished: Sequence[str] | None) -> None:
-    """All of them or none: half a copy would be taken for the run. ``unfinished``: the selection of a run that lacks
-    results; reports of it then say so. Raises ResultsError: it cannot be written."""
+    """All of them or none: half a copy would be taken for the run. ``unfinished``: the selection of
+    a run that lacks results; reports of it then say so. Raises ResultsError: it cannot be
+    written."""
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         beside.mkdir(parents=True)

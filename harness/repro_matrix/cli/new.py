@@ -1,4 +1,5 @@
-"""`repro new SLUG`: write the first files of a case. You add the trigger. Nothing is overwritten."""
+"""`repro new SLUG`: write the first files of a case. You add the trigger. Nothing is
+overwritten."""
 
 from __future__ import annotations
 
@@ -22,20 +23,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug", metavar="SLUG", help="the case's name: lower case, with hyphens")
     text = "propose the signature of the first error in a training log"
     parser.add_argument("--from-log", metavar="LOG", help=text)
-    parser.add_argument("--like", metavar="CASE", help="copy flags, variants, axes, checks and script of another case")
+    parser.add_argument(
+        "--like",
+        metavar="CASE",
+        help="copy flags, variants, axes, checks and script of another case",
+    )
     text = "no error, wrong numbers: the check that fails (updates, loss ...)"
     parser.add_argument("--silent", metavar="CHECK", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
-        raise ConfigError(f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens.")
+        raise ConfigError(
+            f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens."
+        )
     if args.silent and args.from_log:
-        raise ConfigError("--silent with --from-log: a log does not show wrong numbers. Leave one out.")
+        raise ConfigError(
+            "--silent with --from-log: a log does not show wrong numbers. Leave one out."
+        )
     project.make_folders()
     known = catalog.load()
     if args.slug in known.cases:
-        raise ConfigError(f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name.")
+        raise ConfigError(
+            f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name."
+        )
     if args.like and args.like not in known.cases:
         raise unknown("case", args.like, known.cases, "--like")
     made = draft.draft(known.raw["case"][args.like] if args.like else None)
@@ -46,7 +57,9 @@ def main(args: argparse.Namespace) -> int:
         made["signatures"] = [{"name": "wrong", "kind": "check", "check": args.silent}]
     for path in draft.write(args.slug, made, script.read_text(encoding="utf-8")):
         print(f"wrote {path}")
-    print(f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`.")
+    print(
+        f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`."
+    )
     return 0
 
 

@@ -1,17 +1,21 @@
-"""`repro nightly RESULTS...`: compare a nightly run with the last passing one; write an issue for each changed case.
+"""`repro nightly RESULTS...`: compare a nightly run with the last passing one; write an issue for
+each changed case.
 
-RESULTS: tonight's result folders (of the pinned stack, of the floating one); of a folder of runs, e.g.
-results/scratch, the last run. Run this as the last step
-of a job; see docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
+RESULTS: tonight's result folders (of the pinned stack, of the floating one); of a folder of runs,
+e.g. results/scratch, the last run. Run this as the last step of a job; see docs/guides/nightly.md.
+The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
 
-For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between the two locks,
-for --bisect-time in all; probes are stored, so that the next run continues. Each changed case gets a Markdown file in
---issues, with a title line and a last line `change=DIGEST`; `gh issue create` posts it. --acknowledged: a file with
+For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between
+the two locks, for --bisect-time in all; probes are stored, so that the next run continues. Each
+changed case gets a Markdown file in
+--issues, with a title line and a last line `change=DIGEST`; `gh issue create` posts it.
+--acknowledged: a file with
 such lines of handled changes, e.g. the texts of closed issues; these do not count.
 
-exit codes: 1 a result changed, or is not the expected one, and is neither quarantined nor acknowledged, or a quarantine
-entry has expired; else the exit code of the runs (--run-exit-code); else 3 a run did not end or measured less than
-requested, a file cannot be read, or results of the last passing run are missing
+exit codes: 1 a result changed, or is not the expected one, and is neither quarantined nor
+acknowledged, or a quarantine entry has expired; else the exit code of the runs (--run-exit-code);
+else 3 a run did not end or measured less than requested, a file cannot be read, or results of the
+last passing run are missing
 """
 
 from __future__ import annotations
@@ -37,19 +41,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
     add("--history", metavar="DIR", required=True, help="where the history of runs is stored")
-    add("--run-id", type=_run_id, metavar="ID", help="the id of this run (default: today's date, e.g. 2026-11-22)")
-    help_text = "the worst exit code of the runs, where it says more than their results: a lost GPU, an interruption"
+    add(
+        "--run-id",
+        type=_run_id,
+        metavar="ID",
+        help="the id of this run (default: today's date, e.g. 2026-11-22)",
+    )
+    help_text = (
+        "the worst exit code of the runs, where it says more than their results: a lost GPU, an"
+        " interruption"
+    )
     add("--run-exit-code", type=options.number(0), default=0, metavar="N", help=help_text)
     help_text = "the lock file of a floating stack tonight"
     add("--lock", type=_lock, action="append", default=[], metavar="STACK=FILE", help=help_text)
-    add("--bisect-time", default="0s", metavar="TIME", help="time for all bisections, e.g. 30m (default: none)")
+    add(
+        "--bisect-time",
+        default="0s",
+        metavar="TIME",
+        help="time for all bisections, e.g. 30m (default: none)",
+    )
     add("--issues", metavar="DIR", help="where to write issues (default: DIR/issues of --history)")
     add("--acknowledged", metavar="FILE", help="changes that are handled and do not count")
     add("--page", default="", metavar="URL", help="the address of tonight's report")
 
 
 def main(args: argparse.Namespace) -> int:
-    seconds = 0.0 if args.bisect_time == "0s" else session.seconds_of("--bisect-time", args.bisect_time) or 0.0
+    seconds = (
+        0.0
+        if args.bisect_time == "0s"
+        else session.seconds_of("--bisect-time", args.bisect_time) or 0.0
+    )
     today = datetime.now(timezone.utc).date()
     missing = [path for _, path in args.lock if not path.is_file()]
     if missing:
@@ -76,19 +97,27 @@ def main(args: argparse.Namespace) -> int:
 
 def _run_id(text: str) -> str:
     if not text.strip() or "/" in text or text.startswith("."):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid id. Use a name without /, e.g. 2026-11-22.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid id. Use a name without /, e.g. 2026-11-22."
+        )
     return text
 
 
 def _lock(text: str) -> tuple[str, Path]:
     stack, equals, path = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not STACK=FILE, e.g. newest=/cache/locks/newest.txt")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not STACK=FILE, e.g. newest=/cache/locks/newest.txt"
+        )
     return stack, Path(path)
 
 
 def _digests(file: str | None) -> set[str]:
     try:
-        return set(re.findall(r"\bchange=([0-9a-f]{12,})", Path(file).read_text(encoding="utf-8"))) if file else set()
+        return (
+            set(re.findall(r"\bchange=([0-9a-f]{12,})", Path(file).read_text(encoding="utf-8")))
+            if file
+            else set()
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--acknowledged {file}: cannot be read: {error}") from None

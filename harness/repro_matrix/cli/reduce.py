@@ -1,10 +1,11 @@
-"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the failure needs.
+"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the
+failure needs.
 
-Overrides are those of `repro run` (model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=
-...), and stack=: where it fails (default: the stack on which the case is known to fail; of a script: current).
-Every probe is a launched attempt, graded by the case's signature or by the failure that you describe;
-the probes are stored, and the same command continues from them.
-Exit code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left.
+Overrides are those of `repro run` (model=, strategy=, flags.<name>=, model.config.<key>=, ranks=,
+repeat=, results= ...), and stack=: where it fails (default: the stack on which the case is known to
+fail; of a script: current). Every probe is a launched attempt, graded by the case's signature or by
+the failure that you describe; the probes are stored, and the same command continues from them. Exit
+code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
-    search: CaseReduction | ScriptReduction = _script(args, stop) if options.names_script(args) else _case(args, stop)
+    search: CaseReduction | ScriptReduction = (
+        _script(args, stop) if options.names_script(args) else _case(args, stop)
+    )
     with workspace.interruptible(stop, log), search:
         try:
             data = search.run()
@@ -47,9 +50,15 @@ def main(args: argparse.Namespace) -> int:
     if isinstance(search.ended, Stopped):
         return options.stopped(search.ended)
     if data["unsure"]:
-        log(f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command again.")
+        log(
+            f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command"
+            " again."
+        )
     elif not data["done"]:
-        log("No attempts are left. The probes are stored; run the same command with a larger --max-probes to continue.")
+        log(
+            "No attempts are left. The probes are stored; run the same command with a larger"
+            " --max-probes to continue."
+        )
     return 0 if data["done"] else 3
 
 
@@ -61,7 +70,9 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
     script, spec, settings = options.script_of(args)
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
-    return ScriptReduction(script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop)
+    return ScriptReduction(
+        script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop
+    )
 
 
 def _stack(spec: str) -> Stack:

@@ -1,6 +1,7 @@
 """`repro regrade [FOLDER | --baseline]`: grade stored evidence anew and report every difference.
 
-exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot be read.
+exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot
+be read.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from repro_matrix.text import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="results of a run (default: the last run)")
-    parser.add_argument("--baseline", action="store_true", help="the published results, and their expectations")
+    parser.add_argument(
+        "folder", nargs="?", metavar="FOLDER", help="results of a run (default: the last run)"
+    )
+    parser.add_argument(
+        "--baseline", action="store_true", help="the published results, and their expectations"
+    )
     parser.add_argument("--write", action="store_true", help="store the computed summary")
 
 
@@ -25,7 +30,9 @@ def main(args: argparse.Namespace) -> int:
     if args.baseline and args.folder:
         raise ConfigError("regrade: FOLDER and --baseline exclude each other. Name one of them.")
     folder = (
-        project.current().baseline if args.baseline else runs.last_run(Path(args.folder or runs.scratch()).expanduser())
+        project.current().baseline
+        if args.baseline
+        else runs.last_run(Path(args.folder or runs.scratch()).expanduser())
     )
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")

@@ -1,4 +1,5 @@
-"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it is.
+"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it
+is.
 
 repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
 A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown.
@@ -25,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.case_or_script(parser)
     matrix.run_options(parser)
     text = (
-        "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or more: an error"
+        "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128"
+        " or more: an error"
     )
     parser.add_argument("--bisect-exit", action="store_true", help=text)
 
@@ -35,7 +37,12 @@ def main(args: argparse.Namespace) -> int:
         return run_script(args)
     options.refuse(args)
     cases = options.named(args.case).split(",")
-    expand("case", cases, catalog.load().cases, "the first argument of `repro run` is a case or a script")
+    expand(
+        "case",
+        cases,
+        catalog.load().cases,
+        "the first argument of `repro run` is a case or a script",
+    )
     texts = [f"case={args.case}", *args.overrides]
     return matrix.measure(args, texts, every_variant=True, live=True)
 
@@ -59,7 +66,9 @@ def run_script(args: argparse.Namespace) -> int:
     stop = threading.Event()
     stored = workspace.RESUMED if (settings.repeat or 1) > 1 else "there is no result yet"
     with workspace.interruptible(stop, log, stored):
-        summary = workspace.execute(prepared, lambda event: None, stop, resume=args.resume, on_warning=log)
+        summary = workspace.execute(
+            prepared, lambda event: None, stop, resume=args.resume, on_warning=log
+        )
     if summary.problem:
         raise summary.problem
     if not summary.documents:  # interrupted; said when it was
@@ -70,8 +79,15 @@ def run_script(args: argparse.Namespace) -> int:
     shipped = catalog.load().cases if outcomes - {"passed", "infra_error"} else {}
     known = known_failures(attempts, shipped.values())
     if args.json:
-        print_json({**document, "attempts": attempts, "error_at": error_at(attempts), "known": known,
-                    "document": document["path"]})  # fmt: skip
+        print_json(
+            {
+                **document,
+                "attempts": attempts,
+                "error_at": error_at(attempts),
+                "known": known,
+                "document": document["path"],
+            }
+        )
     else:
         print("\n".join(describe(case, document)))
         for slug in known:

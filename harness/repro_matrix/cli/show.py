@@ -1,4 +1,5 @@
-"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause and releases."""
+"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause
+and releases."""
 
 from __future__ import annotations
 
@@ -36,16 +37,26 @@ from repro_matrix.runner.session import Request, Session, ask
 from repro_matrix.text import counted, list_some
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
-ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
+ROLES = (
+    "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a"
+    " condition."
+)
 SYMPTOM = 230  # characters, so that the table below it stays in sight
 AXES = ("model", "strategy", "stack", "world_size", "devices")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case(parser)
-    text = "variants, whose commands are shown; or overrides, such as model=llama-2-7b stack=torch2.2-tf4.39"
+    text = (
+        "variants, whose commands are shown; or overrides, such as model=llama-2-7b"
+        " stack=torch2.2-tf4.39"
+    )
     parser.add_argument("overrides", nargs="*", metavar="VARIANT|OVERRIDE", help=text)
-    parser.add_argument("--commands", action="store_true", help="show the command of each variant, to run it yourself")
+    parser.add_argument(
+        "--commands",
+        action="store_true",
+        help="show the command of each variant, to run it yourself",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
@@ -53,49 +64,88 @@ def main(args: argparse.Namespace) -> int:
     for again in (word for word in args.overrides if word.startswith("case=")):
         raise ConfigError(f"{again}: the case is given already: {args.case}")
     chosen = ",".join(word for word in args.overrides if "=" not in word)
-    texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{chosen}]"] if chosen else [])
+    texts = [word for word in args.overrides if "=" in word] + (
+        [f"variants=[{chosen}]"] if chosen else []
+    )
     request = ask(texts)
     cases = request.catalogue.cases
     named = [slug for slug in cases if args.case in slug and args.case not in cases]
     names = named if len(named) > 1 else expand("case", [args.case], cases)
     if len(names) > 1:
         listed = [f"  {slug:<{max(map(len, names))}}  {cases[slug].title}" for slug in names]
-        raise ConfigError("\n".join([f"{args.case}: `repro show` takes one case. These match:", *listed]))
-    request = replace(request, selections=[replace(each, case=names) for each in request.selections])
+        raise ConfigError(
+            "\n".join([f"{args.case}: `repro show` takes one case. These match:", *listed])
+        )
+    request = replace(
+        request, selections=[replace(each, case=names) for each in request.selections]
+    )
     print_notes(request.left_out)
     case = cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)
     commands = args.commands or bool(prepared.settings.variants)
-    predicted = {prediction.case for claim in case.claims for prediction in claim.predictions if prediction.case}
+    predicted = {
+        prediction.case
+        for claim in case.claims
+        for prediction in claim.predictions
+        if prediction.case
+    }
     rows = runs.rows_of_cases({case.slug, *predicted})
     variants = list(_variants(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows)
-    showing = [row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]]
-    text, reproduced = symptom(max(showing, key=lambda row: row.started, default=None), case), releases_of(case)
+    showing = [
+        row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]
+    ]
+    text, reproduced = (
+        symptom(max(showing, key=lambda row: row.started, default=None), case),
+        releases_of(case),
+    )
     stack = prepared.stacks.get(plan.cell.stack)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
     if args.json:
         fields = case.model_dump(mode="json", exclude={"slug", "claims"})
-        print_json({"case": case.slug, **fields, "symptom": text, "releases": reproduced.sentence, "script": place,
-                    "variants": variants, "claims": [asdict(claim) for claim in claims]})  # fmt: skip
+        print_json(
+            {
+                "case": case.slug,
+                **fields,
+                "symptom": text,
+                "releases": reproduced.sentence,
+                "script": place,
+                "variants": variants,
+                "claims": [asdict(claim) for claim in claims],
+            }
+        )
         return 0
-    more = f" (one of {len(request.cells)} combinations; choose with model=, strategy=)" if request.cells[1:] else ""
-    title = f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
+    more = (
+        f" (one of {len(request.cells)} combinations; choose with model=, strategy=)"
+        if request.cells[1:]
+        else ""
+    )
+    title = (
+        f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack"
+        f" {plan.cell.stack}{more}"
+    )
     if not case.expect:
-        title = f"Ways to run it. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
+        title = (
+            "Ways to run it. Nothing is expected yet: `repro accept` writes"
+            f" results/expected/{case.slug}.yaml."
+        )
     print_wrapped(f"{case.slug}: {case.title}")
     if text:
         print_wrapped(textwrap.shorten(f"Symptom: {text}", SYMPTOM, placeholder=" ..."))
     print_wrapped("")
     heads = ["variant", "what it changes", "role", "result", "help"]
-    table = [[v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
-             for v in variants]  # fmt: skip
+    table = [
+        [v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
+        for v in variants
+    ]
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
-    if near := list(dict.fromkeys(release for v in variants if v["expected"] for release in v["nearest"])):
+    if near := list(
+        dict.fromkeys(release for v in variants if v["expected"] for release in v["nearest"])
+    ):
         print_wrapped(
-            f"Expected as in the nearest measurements: {list_some(near, len(near))}. Where they disagree, the "
-            "first is shown."
+            f"Expected as in the nearest measurements: {list_some(near, len(near))}. Where they"
+            " disagree, the first is shown."
         )
     if case.kind == "failure":
         print_wrapped(ROLES)
@@ -121,47 +171,76 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
     return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
 
 
-def _expected(case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return an expected verdict as a run on this machine reports it (the baseline shows where the failure was), and
-    with what it was measured, where that is not this stack and hardware. Of the unfixed variant return the outcome,
-    which follows from the verdicts of the others."""
+def _expected(
+    case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]
+) -> tuple[str, list[str]]:
+    """Return an expected verdict as a run on this machine reports it (the baseline shows where the
+    failure was), and with what it was measured, where that is not this stack and hardware. Of the
+    unfixed variant return the outcome, which follows from the verdicts of the others."""
     if needed := depends_on_capabilities(case, name):
         return f"by {', '.join(needed)}", []  # known when ranks have run
     if case.kind == "failure" and name == next(iter(case.variants)):
-        others = (_expected(case, plan, other, versions) for other in case.variants if other != name)
-        return next(((OUTCOMES[STATES[verdict]], near) for verdict, near in others if verdict in STATES), ("", []))
+        others = (
+            _expected(case, plan, other, versions) for other in case.variants if other != name
+        )
+        return next(
+            ((OUTCOMES[STATES[verdict]], near) for verdict, near in others if verdict in STATES),
+            ("", []),
+        )
     known = basis(case, plan.cell.where, name, versions, plan.profile.kind)
     if known is None:
         return "PASSED" * (case.kind == "control"), []
-    near = [each + " on a CPU" * known.on_cpu for each in known.releases or ["these releases"] * known.on_cpu]
+    near = [
+        each + " on a CPU" * known.on_cpu
+        for each in known.releases or ["these releases"] * known.on_cpu
+    ]
     verdict = known.verdicts[0] if len(set(known.verdicts)) == 1 else ""
-    return "FIXED_UPSTREAM" if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces else verdict, near
+    return (
+        "FIXED_UPSTREAM"
+        if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces
+        else verdict
+    ), near
 
 
 def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
     """Return the newest stored result of a variant of the cell, and its date."""
     place = plan.cell.key, plan.profile.kind, stack, name
-    found = [r for r in rows if r.attempts and (r.cell_id, r.hardware.kind, r.stack.name, r.variant) == place]
+    found = [
+        r
+        for r in rows
+        if r.attempts and (r.cell_id, r.hardware.kind, r.stack.name, r.variant) == place
+    ]
     last = max(found, key=lambda row: row.started, default=None)
-    return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}" if last else ""
+    return (
+        f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}"
+        if last
+        else ""
+    )
 
 
 def _result(variant: Mapping[str, Any]) -> str:
     """Return the last measured verdict with what is expected, where that differs."""
     last, expected = variant["last"], variant["expected"]
     other = expected if expected and not last.startswith(f"{expected} ") else ""
-    return f"{last} (expected {other})" if last and other else last or (f"expected {other}" if other else "")
+    return (
+        f"{last} (expected {other})"
+        if last and other
+        else last or (f"expected {other}" if other else "")
+    )
 
 
 def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str]) -> Iterator[str]:
-    """Yield what helps on these versions: what to write for the first fix, and the names of the others. ``stopped``:
-    fixes that the last run here shows not to work."""
+    """Yield what helps on these versions: what to write for the first fix, and the names of the
+    others. ``stopped``: fixes that the last run here shows not to work."""
     found = advice(case, versions)
     if not found:
         return
     others = found.others
     if found.absent and others and case.slug not in others:
-        yield f"with these packages another known failure occurs, {', '.join(others)}: repro show {others[0]}."
+        yield (
+            f"with these packages another known failure occurs, {', '.join(others)}: repro show"
+            f" {others[0]}."
+        )
         yield "Where this one does:"
     elif found.absent:
         yield "it does not reproduce with these packages (see Releases). Where it does:"
@@ -182,7 +261,9 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     if settings.variants:
         settings.variants = expand("variant", settings.variants, case.variants)
     settled = machine.settle_all(request.hardware, request.catalogue.hardware, here)
-    placed, _ = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
+    placed, _ = cells.place(
+        request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"]
+    )
     prepared = Session(request.catalogue, settings, settled, here)
     prepared.stacks["current"] = spec.existing("current", sys.executable)
     prerequisites.plan(prepared, placed, build=False)
@@ -193,31 +274,64 @@ def _variants(
     prepared: Session, plan: CellPlan, case: Case, rows: Sequence[Row], commands: bool
 ) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
-        name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
-        declared, (expected, near) = case.variants[name], _expected(case, plan, name, stack.versions if stack else {})
+        name, settings, stack = (
+            variant.variant,
+            variant.settings,
+            prepared.stacks.get(variant.stack),
+        )
+        declared, (expected, near) = (
+            case.variants[name],
+            _expected(case, plan, name, stack.versions if stack else {}),
+        )
         yield {
-            "variant": name, "role": declared.role, "help": declared.help, "flags": settings["flags"],
-            "options": settings["strategy"]["options"], "model": settings["model"]["slug"],
-            "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
+            "variant": name,
+            "role": declared.role,
+            "help": declared.help,
+            "flags": settings["flags"],
+            "options": settings["strategy"]["options"],
+            "model": settings["model"]["slug"],
+            "strategy": settings["strategy"]["slug"],
+            "stack": variant.stack,
+            "world_size": variant.world_size,
             "skipped": variant.skipped,
-            "expected": expected, "nearest": near,
+            "expected": expected,
+            "nearest": near,
             "last": _last(rows, plan, name, plan.cell.stack),
             "torchrun": _torchrun(prepared, variant, stack) if commands else "",
-        }  # fmt: skip
+        }
 
 
 def _details(case: Case) -> Iterator[str]:
     yield f"references: {', '.join(case.references) or 'none'}"
-    needs = [*case.requires.packages, *([counted(case.requires.gpus, "GPU")] if case.requires.gpus else [])]
+    needs = [
+        *case.requires.packages,
+        *([counted(case.requires.gpus, "GPU")] if case.requires.gpus else []),
+    ]
     if needs or case.requires.stack:
-        yield f"needs: {', '.join(needs) or 'nothing special'}; reproduces on: {case.requires.stack or 'current'}"
+        yield (
+            f"needs: {', '.join(needs) or 'nothing special'}; reproduces on:"
+            f" {case.requires.stack or 'current'}"
+        )
     ranks = "all ranks" if case.pass_criteria.ranks == "all" else "the first rank"
-    yield f"pass criteria: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on {ranks}"
+    yield (
+        f"pass criteria: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on"
+        f" {ranks}"
+    )
     for one in case.signatures:
-        detail = one.message or one.check or one.signal or ", ".join(frame.function for frame in one.frames)
+        detail = (
+            one.message
+            or one.check
+            or one.signal
+            or ", ".join(frame.function for frame in one.frames)
+        )
         yield f"signature {one.name} ({one.kind}): {' '.join(filter(None, (one.type, detail)))}"
 
 
 def _changes(variant: Variant) -> str:
-    values = {**variant.flags, **variant.options, **{axis: getattr(variant, axis) for axis in AXES}, **variant.env}
+    values = {
+        **variant.flags,
+        **variant.options,
+        **{axis: getattr(variant, axis) for axis in AXES},
+        **variant.env,
+    }
     return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)

@@ -27,16 +27,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name != "list":
-            action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
+            action.add_argument(
+                "names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK"
+            )
         if name in ("list", "show"):
-            action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+            action.add_argument(
+                "--json", action="store_true", help="print JSON with stable keys instead of a table"
+            )
         if name == "prune":
-            action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
+            action.add_argument(
+                "--older-than", type=float, default=30, metavar="DAYS", help="default: 30"
+            )
             action.add_argument("--all", action="store_true", help="every built stack")
 
 
 def main(args: argparse.Namespace) -> int:
-    {"list": _list, "show": _show, "lock": _lock, "build": _build, "prune": _prune}[args.action](args)
+    {"list": _list, "show": _show, "lock": _lock, "build": _build, "prune": _prune}[args.action](
+        args
+    )
     return 0
 
 
@@ -46,7 +54,10 @@ def _list(args: argparse.Namespace) -> None:
     if args.json:
         print_json([asdict(item) for item in listed])
         return
-    rows = [[item.name, item.state, item.python or "", item.title, " ".join(item.pins)] for item in listed]
+    rows = [
+        [item.name, item.state, item.python or "", item.title, " ".join(item.pins)]
+        for item in listed
+    ]
     columns = ["stack", "state", "python", "title", "pins"]
     print_table("", columns, rows, narrow=("title", "pins"))
 
@@ -70,11 +81,17 @@ def _show(args: argparse.Namespace) -> None:
             "whole" if item.whole else "damaged",
             f"{item.bytes / 2**20:.0f} MiB",
             time.strftime("%Y-%m-%d", time.gmtime(item.used)),
-            ", ".join(f"{n} {item.versions[n]}" for n in ("torch", "transformers", "deepspeed") if n in item.versions),
+            ", ".join(
+                f"{n} {item.versions[n]}"
+                for n in ("torch", "transformers", "deepspeed")
+                if n in item.versions
+            ),
         ]
         for item in sorted(cached, key=lambda item: item.name)
     ]
-    print_table("", ["stack", "key", "state", "size", "used", "versions"], rows, narrow=("versions",))
+    print_table(
+        "", ["stack", "key", "state", "size", "used", "versions"], rows, narrow=("versions",)
+    )
 
 
 def _lock(args: argparse.Namespace) -> None:
@@ -84,12 +101,16 @@ def _lock(args: argparse.Namespace) -> None:
 
 def _build(args: argparse.Namespace) -> None:
     built = [stacks.resolve(name, say=log) for name in args.names]
-    print_table("", ["stack", "python", "key"], [[stack.name, stack.python, stack.key] for stack in built])
+    print_table(
+        "", ["stack", "python", "key"], [[stack.name, stack.python, stack.key] for stack in built]
+    )
 
 
 def _prune(args: argparse.Namespace) -> None:
     _require_cached(args.names, stacks.cached_stacks(args.names))
-    removed = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
+    removed = stacks.prune(
+        older_than_days=args.older_than, everything=args.all, names=tuple(args.names)
+    )
     for item in removed:
         print(f"removed {item.name} ({item.key})")
     print(f"{sum(item.bytes for item in removed) / 2**20:.0f} MiB freed")

@@ -1,11 +1,12 @@
 """`repro upgrade --from STACK --to STACK`: may I upgrade? GO, NO-GO, or GO with these fixes.
 
 The answer comes from stored results: the baseline, your own runs, and the ranges of releases in
-results/expected. Nothing is downloaded, built or launched without --measure. Restrict it to what you use:
-strategy=fsdp model=qwen1.5-0.5b case='fsdp*'.
+results/expected. Nothing is downloaded, built or launched without --measure. Restrict it to what
+you use: strategy=fsdp model=qwen1.5-0.5b case='fsdp*'.
 
-exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but too little of what
-depends on the changed packages can be compared; 2 usage, also two stacks with the same packages
+exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but too
+little of what depends on the changed packages can be compared; 2 usage, also two stacks with the
+same packages
 
 For a script of your own: repro bisect ./train.py --good STACK --bad STACK
 """
@@ -38,7 +39,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     help_text = "the stack in use: a name, a lock, a requirements file, python:PATH"
     add("--from", dest="source", metavar="STACK", required=True, help=help_text)
     add("--to", dest="target", metavar="STACK", required=True, help="the stack to upgrade to")
-    add("--measure", action="store_true", help="build both stacks and measure what no stored result tells")
+    add(
+        "--measure",
+        action="store_true",
+        help="build both stacks and measure what no stored result tells",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -46,18 +51,27 @@ def main(args: argparse.Namespace) -> int:
     request, specs = ask(texts), (args.source, args.target)
     for file in (parse(spec).file for spec in specs):
         if file and file.is_file() and file.name != "uv.lock" and file.suffix != ".toml":
-            list(lockfiles.requirements(file.read_text(encoding="utf-8-sig", errors="replace"), str(file)))
+            list(
+                lockfiles.requirements(
+                    file.read_text(encoding="utf-8-sig", errors="replace"), str(file)
+                )
+            )
     described = {spec: stacks.described(spec) for spec in specs}
     ends = {spec: End(spec, stack.versions if stack else {}) for spec, stack in described.items()}
     versions = [end.versions for end in ends.values() if end.versions]
     if len(ends) == 1 or (versions[1:] and versions[0] == versions[1]):
-        raise ConfigError(f"--from {specs[0]} and --to {specs[1]} have the same packages: there is nothing to compare.")
+        raise ConfigError(
+            f"--from {specs[0]} and --to {specs[1]} have the same packages: there is nothing to"
+            " compare."
+        )
     folder, notes = runs.results_folder(request.settings), list[str]()
     if request.settings.results and not folder.is_dir():
         log(f"note: results={folder}: there is no such folder, so nothing is read from it")
     rows = runs.rows_of_stacks(versions, folder, notes)
     if damaged := lost(notes):
-        raise MeasureError(f"evidence cannot be used: {list_some(damaged)}. Without it there is no answer.")
+        raise MeasureError(
+            f"evidence cannot be used: {list_some(damaged)}. Without it there is no answer."
+        )
     committed = [row for row in rows if not row.dirty]
     if git_state()[1] and committed != rows:
         log("note: results that were measured with files that are not committed count, too")
@@ -82,10 +96,14 @@ def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[R
 
     built = {spec: stacks.resolve(spec, say=log) for spec in ends}
     prepared = session.prepare(request.with_values({"stack": list(ends)}), given=built)
-    prepared.plans = [each for each in prepared.plans if (each.cell.key, each.cell.stack) in missing.missing]
+    prepared.plans = [
+        each for each in prepared.plans if (each.cell.key, each.cell.stack) in missing.missing
+    ]
     stop = threading.Event()
     with workspace.interruptible(stop, log), Progress() as progress:
-        summary = workspace.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
+        summary = workspace.execute(
+            prepared, progress.event, stop, resume=True, on_warning=progress.warn
+        )
     if summary.problem:
         raise summary.problem
     if summary.interrupted:

@@ -1,10 +1,11 @@
 """`repro versions CASE`: measure in which releases of a package each variant shows the failure.
 
-Overrides are those of `repro run` (variants=, model=, strategy=, flags.<name>=, repeat=, results= ...), and stack=: the
-stack whose package is replaced (default: the one on which the case is known to fail).
+Overrides are those of `repro run` (variants=, model=, strategy=, flags.<name>=, repeat=, results=
+...), and stack=: the stack whose package is replaced (default: the one on which the case is known
+to fail).
 
-History is not assumed to be monotone. A boundary always lies between two probed releases. Probes are stored:
-the same command continues an interrupted search and repeats no probe.
+History is not assumed to be monotone. A boundary always lies between two probed releases. Probes
+are stored: the same command continues an interrupted search and repeats no probe.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
     add("--samples", type=options.number(2), metavar="N", default=8, help=text)
     add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
-    text = "the failure of a script: a number of its training differs from those of this release by more than rounding"
+    text = (
+        "the failure of a script: a number of its training differs from those of this release by"
+        " more than rounding"
+    )
     add("--numbers", metavar="RELEASE|STACK", help=text)
     options.vary(parser)
     options.trace(parser)
@@ -52,11 +56,15 @@ def main(args: argparse.Namespace) -> int:
     prober, base = _prober(args)
     package = canonical(args.package)
     if not prober.variants:
-        raise ReproError(f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}")
+        raise ReproError(
+            f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}"
+        )
     first, last = locks.parse_between(args.range or "..")
     stack = stacks.resolve(base, say=log)
     available = locks.releases(package)
-    listed = locks.between(available, first if args.range else _oldest(package, stack, available), last)
+    listed = locks.between(
+        available, first if args.range else _oldest(package, stack, available), last
+    )
     names = [release.version for release in listed]
     points: dict[int, Point] = {}
 
@@ -77,7 +85,9 @@ def main(args: argparse.Namespace) -> int:
     data = report.version_map(prober, base, package, names, trail, points)
     data["stopped"] = str(stopped) if stopped else None
     data["may_depend_on"] = []
-    if trail.ended is None and all(len(variant["segments"]) == 1 for variant in data["variants"].values()):
+    if trail.ended is None and all(
+        len(variant["segments"]) == 1 for variant in data["variants"].values()
+    ):
         words = ["repro", "versions", *args.words]
         vary = reworded(words, {"--numbers": good} if args.numbers else {})
         data["may_depend_on"] = list_causes(prober, [package], words, vary)
@@ -87,7 +97,10 @@ def main(args: argparse.Namespace) -> int:
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
     if trail.ended:
-        log("The map is not complete. The probes are stored; to continue, run the command with a larger --max-probes.")
+        log(
+            "The map is not complete. The probes are stored; to continue, run the command with a"
+            " larger --max-probes."
+        )
     return 3 if trail.ended else 0
 
 

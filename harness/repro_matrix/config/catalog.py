@@ -1,4 +1,5 @@
-"""Load conf/ into a validated catalogue: cases, models, strategies, stacks and hardware. Reads files, runs nothing."""
+"""Load conf/ into a validated catalogue: cases, models, strategies, stacks and hardware. Reads
+files, runs nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ Raw = dict[str, Any]
 Patch = tuple[list[str], Any]  # the path of a key and its new value
 
 GROUPS: dict[str, type[BaseModel]] = {
-    "case": Case, "model": Model, "strategy": Strategy, "stack": Stack, "hardware": Hardware,
-}  # fmt: skip
+    "case": Case,
+    "model": Model,
+    "strategy": Strategy,
+    "stack": Stack,
+    "hardware": Hardware,
+}
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -38,14 +43,17 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key.value, str)):
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} given twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All options by slug. ``raw`` keeps the plain mapping of each file, which is what the ranks receive."""
+    """All options by slug. ``raw`` keeps the plain mapping of each file, which is what the ranks
+    receive."""
 
     cases: dict[str, Case]
     models: dict[str, Model]
@@ -54,7 +62,9 @@ class Catalogue:
     hardware: dict[str, Hardware]
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
-    own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)  # group -> the user's own files
+    own: dict[str, dict[str, Path]] = field(
+        default_factory=dict, repr=False
+    )  # group -> the user's own files
 
     @property
     def left_out(self) -> list[str]:
@@ -64,12 +74,24 @@ class Catalogue:
 
     def script(self, case: Case) -> Path:
         file = self.own.get("case", {}).get(case.slug)
-        return project.current().script(case.script_name, file.parent) if file else self.repros / case.script_name
+        return (
+            project.current().script(case.script_name, file.parent)
+            if file
+            else self.repros / case.script_name
+        )
 
     def files(self, settings: Mapping[str, Any]) -> dict[str, Path]:
-        """Return group -> file of a variant's case, model and strategy, for those that are the user's own."""
-        names = {"case": settings["case"], **{group: settings[group].get("slug") for group in ("model", "strategy")}}
-        return {group: self.own[group][name] for group, name in names.items() if name in self.own.get(group, {})}
+        """Return group -> file of a variant's case, model and strategy, for those that are the
+        user's own."""
+        names = {
+            "case": settings["case"],
+            **{group: settings[group].get("slug") for group in ("model", "strategy")},
+        }
+        return {
+            group: self.own[group][name]
+            for group, name in names.items()
+            if name in self.own.get(group, {})
+        }
 
 
 def left_out(options: Mapping[str, Any]) -> dict[str, ConfigError]:
@@ -89,7 +111,9 @@ def read_yaml(path: Path) -> Raw:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(
+            f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if data is None:
@@ -100,7 +124,8 @@ def read_yaml(path: Path) -> Raw:
 
 
 def check_syntax(path: Path, shown: str = "") -> None:
-    """Raise ConfigError, which names the line, if a file is not Python. ``shown``: the path as written."""
+    """Raise ConfigError, which names the line, if a file is not Python. ``shown``: the path as
+    written."""
     name = shown or str(path)
     try:
         ast.parse(path.read_bytes(), str(path))
@@ -114,7 +139,8 @@ def check_syntax(path: Path, shown: str = "") -> None:
 
 
 def parse(model: type[T], raw: Raw, path: Path | str) -> T:
-    """Validate a mapping. Raise ConfigError that names the file, the key and the nearest valid choice."""
+    """Validate a mapping. Raise ConfigError that names the file, the key and the nearest valid
+    choice."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -127,11 +153,14 @@ def load(
     patches: Mapping[str, list[Patch]] | None = None,
     cases: Iterable[str] = ("*",),
 ) -> Catalogue:
-    """Read and validate all groups, and the expectations of the cases (results/expected beside conf/).
+    """Read and validate all groups, and the expectations of the cases (results/expected beside
+    conf/).
 
-    An invalid file is left out, together with the cases that need it; ``Catalogue.left_out`` has the reason.
+    An invalid file is left out, together with the cases that need it; ``Catalogue.left_out`` has
+    the reason.
     ``patches`` (group -> changes) come from overrides such as
-    ``model.config.num_hidden_layers=4``; those of cases apply to ``cases``, names or globs. Raise ConfigError for a
+    ``model.config.num_hidden_layers=4``; those of cases apply to ``cases``, names or globs. Raise
+    ConfigError for a
     patch that makes a file invalid.
     """
     patches, selected = dict(patches or {}), list(cases)
@@ -141,18 +170,31 @@ def load(
     for group in GROUPS:
         files = project.files(group, conf)
         if not files:
-            raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
+            raise ConfigError(
+                f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?"
+            )
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
         groups[group], raws[group] = options, plain = read_group(group, conf)
         for name, raw in plain.items():
-            if changes := [each for each in patches.get(group, []) if _applies(group, name, raw, each, selected)]:
+            if changes := [
+                each
+                for each in patches.get(group, [])
+                if _applies(group, name, raw, each, selected)
+            ]:
                 plain[name] = copy.deepcopy(raw)
                 for change in changes:
                     _patch(plain[name], *change)
                 options[name] = _validate(group, plain[name], files[name])
     _add_expectations(conf, groups["case"])
     catalogue = Catalogue(
-        groups["case"], groups["model"], groups["strategy"], groups["stack"], groups["hardware"], raws, repros, own
+        groups["case"],
+        groups["model"],
+        groups["strategy"],
+        groups["stack"],
+        groups["hardware"],
+        raws,
+        repros,
+        own,
     )
     _check_patched_options(patches, catalogue)
     _check_cases(groups["case"], catalogue, conf, bool(patches))
@@ -160,7 +202,8 @@ def load(
 
 
 def read_group(group: str, conf: Path) -> tuple[Options[Any], dict[str, Raw]]:
-    """Return a group's options by name, with what is wrong with those that are left out, and the mapping of each."""
+    """Return a group's options by name, with what is wrong with those that are left out, and the
+    mapping of each."""
     options: Options[Any] = Options()
     raws: dict[str, Raw] = {}
     files = project.files(group, conf)
@@ -177,7 +220,8 @@ def read_group(group: str, conf: Path) -> tuple[Options[Any], dict[str, Raw]]:
 
 @functools.lru_cache(maxsize=1024)
 def _option(group: str, path: Path, state: tuple[int, ...]) -> tuple[Raw, Any]:
-    """Read one file. A search loads the catalogue for each probe, so unchanged files are parsed once."""
+    """Read one file. A search loads the catalogue for each probe, so unchanged files are parsed
+    once."""
     raw = read_yaml(path)
     return raw, _validate(group, raw, path)
 
@@ -207,7 +251,9 @@ def _patch(raw: Raw, keys: list[str], value: Any) -> None:
         if not isinstance(parent, dict):
             raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
     parent[keys[-1]] = value
-    if len(keys) == 2 and keys[0] == "config":  # an override wins over the model's tiny configuration
+    if (
+        len(keys) == 2 and keys[0] == "config"
+    ):  # an override wins over the model's tiny configuration
         (raw.get("tiny") or {}).pop(keys[1], None)
 
 
@@ -215,22 +261,31 @@ def _check_patched_options(patches: Mapping[str, list[Patch]], catalogue: Catalo
     options = {option for strategy in catalogue.strategies.values() for option in strategy.options}
     for keys, _ in patches.get("strategy", []):
         if keys[0] == "options" and keys[-1] not in options:
-            raise unknown("strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}")
+            raise unknown(
+                "strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}"
+            )
 
 
 def _add_expectations(conf: Path, cases: Options[Case]) -> None:
-    """Give each case its expectations, shipped or the user's own; leave out the cases whose file is invalid."""
+    """Give each case its expectations, shipped or the user's own; leave out the cases whose file is
+    invalid."""
     shipped = conf.parent / "results" / "expected"
     known: dict[str, Path] = {}
     for folder in dict.fromkeys([shipped, *([project.current().expected] if conf == CONF else ())]):
-        for path in (path for path in sorted(folder.glob("*.yaml")) if path.stem not in cases.left_out):
+        for path in (
+            path for path in sorted(folder.glob("*.yaml")) if path.stem not in cases.left_out
+        ):
             slug = path.stem
             try:
                 if slug not in cases:
                     raise unknown("case", slug, cases, shorten(path))
                 if slug in known:
-                    raise ConfigError(f"{path}: the expectations of {slug} are also in {known[slug]}")
-                cases[slug] = cases[slug].model_copy(update={"expect": _expectations(path, file_state(path))})
+                    raise ConfigError(
+                        f"{path}: the expectations of {slug} are also in {known[slug]}"
+                    )
+                cases[slug] = cases[slug].model_copy(
+                    update={"expect": _expectations(path, file_state(path))}
+                )
                 known[slug] = path
             except ConfigError as error:
                 _leave_out(cases, slug, error)
@@ -260,7 +315,8 @@ def shorten(path: Path) -> str:
 
 
 def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched: bool) -> None:
-    """Leave out the cases that name a missing script, model or other option. Raise what a patch made invalid."""
+    """Leave out the cases that name a missing script, model or other option. Raise what a patch
+    made invalid."""
     for slug, case in list(cases.items()):
         cases[slug] = case = _without_invalid(case, catalogue)
         path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
@@ -274,7 +330,8 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
 
 
 def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
-    """Return the case without the models and strategies whose files are invalid, while others remain."""
+    """Return the case without the models and strategies whose files are invalid, while others
+    remain."""
     axes = {}
     for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
         names = getattr(case.axes, axis)
@@ -303,22 +360,34 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
         if name and name not in options:
             raise unknown(what, name, options, f"{path}: {key}")
     _check_checks(case, catalogue, f"{path}: pass_criteria.checks")
-    models = {*case.axes.model, *(variant.model for variant in case.variants.values() if variant.model)}
+    models = {
+        *case.axes.model,
+        *(variant.model for variant in case.variants.values() if variant.model),
+    }
     for name in sorted(models):
         config = catalogue.models[name].config
         for key in case.preserve_config:
             if key not in config:
-                raise unknown(f"configuration key of {name}", key, config, f"{path}: preserve_config")
+                raise unknown(
+                    f"configuration key of {name}", key, config, f"{path}: preserve_config"
+                )
     _check_claims(case, catalogue, path)
 
 
 def _check_checks(case: Case, catalogue: Catalogue, where: str) -> None:
-    """Raise ConfigError for a check that is like another case's and that no code of the case names: a typo would be
-    found by the run only."""
-    known = {name for each in catalogue.cases.values() if each is not case for name in each.pass_criteria.checks}
+    """Raise ConfigError for a check that is like another case's and that no code of the case names:
+    a typo would be found by the run only."""
+    known = {
+        name
+        for each in catalogue.cases.values()
+        if each is not case
+        for name in each.pass_criteria.checks
+    }
     for name in set(case.pass_criteria.checks) - known:
         files = [catalogue.script(case), *(catalogue.repros / "repro_kit").glob("*.py")]
-        if suggestion(name, known) and not any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files):
+        if suggestion(name, known) and not any(
+            f'"{name}"' in file.read_text(encoding="utf-8") for file in files
+        ):
             raise unknown("check", name, known, where)
 
 
@@ -332,7 +401,11 @@ def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
             if target is None:
                 raise unknown("case", str(prediction.case), catalogue.cases, where)
             metric = prediction.metric
-            for name in (prediction.variant, prediction.relative_to, metric and (metric.below or metric.above)):
+            for name in (
+                prediction.variant,
+                prediction.relative_to,
+                metric and (metric.below or metric.above),
+            ):
                 if name and name not in target.variants:
                     raise unknown("variant", name, target.variants, where)
     for claim_id, count in Counter(claim.id for claim in case.claims).items():
@@ -340,10 +413,13 @@ def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
             raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")
 
 
-def check_variants(case: Case, strategies: Mapping[str, Strategy], path: str, patched: bool = False) -> None:
+def check_variants(
+    case: Case, strategies: Mapping[str, Strategy], path: str, patched: bool = False
+) -> None:
     """Check the strategy options of a case and that its variants differ.
 
-    ``patched``: overrides may make a variant equal to the unfixed one; the plan reports that. Raise ConfigError.
+    ``patched``: overrides may make a variant equal to the unfixed one; the plan reports that. Raise
+    ConfigError.
     """
     _check_options(case.options, case.axes.strategy, strategies, f"{path}: options")
     first: dict[str, str] = {}
@@ -352,26 +428,46 @@ def check_variants(case: Case, strategies: Mapping[str, Strategy], path: str, pa
         _check_options(variant.options, names, strategies, f"{path}: variants.{name}.options")
         if variant.strategy:  # options for the case's own strategies may not exist in this one
             known = strategies[variant.strategy].options
-            inherited = {key: value for key, value in case.options.items() if key in known.keys() - variant.options}
-            _check_options(inherited, names, strategies, f"{path}: variants.{name} inherits options")
+            inherited = {
+                key: value
+                for key, value in case.options.items()
+                if key in known.keys() - variant.options
+            }
+            _check_options(
+                inherited, names, strategies, f"{path}: variants.{name} inherits options"
+            )
         changed = json.dumps(_changes(case, variant), sort_keys=True, default=str)
         if changed in first and not patched:
             twin = first[changed]
-            raise ConfigError(f"{path}: variants.{name}: its settings are those of {twin!r}: it changes nothing")
+            raise ConfigError(
+                f"{path}: variants.{name}: its settings are those of {twin!r}: it changes nothing"
+            )
         first[changed] = name
 
 
 def _changes(case: Case, variant: Variant) -> dict[str, Any]:
-    """Return what a variant sets, without flags and options that have this value already. The plan finds the rest."""
-    found = variant.model_dump(exclude={"role", "help", "requires", "invariants"}, exclude_defaults=True)
-    usual = {"flags": {name: flag.default for name, flag in case.flags.items()}, "options": case.options}
+    """Return what a variant sets, without flags and options that have this value already. The plan
+    finds the rest."""
+    found = variant.model_dump(
+        exclude={"role", "help", "requires", "invariants"}, exclude_defaults=True
+    )
+    usual = {
+        "flags": {name: flag.default for name, flag in case.flags.items()},
+        "options": case.options,
+    }
     for group, values in usual.items():
         given = found.pop(group, {})
-        found |= {f"{group}.{name}": given[name] for name in given if repr(given[name]) != repr(values.get(name))}
+        found |= {
+            f"{group}.{name}": given[name]
+            for name in given
+            if repr(given[name]) != repr(values.get(name))
+        }
     return found
 
 
-def _check_options(options: Mapping[str, Any], names: list[str], strategies: Mapping[str, Strategy], path: str) -> None:
+def _check_options(
+    options: Mapping[str, Any], names: list[str], strategies: Mapping[str, Strategy], path: str
+) -> None:
     for option, value in options.items():
         having = [strategies[name] for name in names if option in strategies[name].options]
         if not having:

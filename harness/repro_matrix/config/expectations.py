@@ -1,8 +1,9 @@
-"""results/expected/<case>.yaml: the verdicts that stored measurements showed, as a table. Only ``read`` reads files.
+"""results/expected/<case>.yaml: the verdicts that stored measurements showed, as a table. Only
+``read`` reads files.
 
-One line per variant, one column per range: some cells on one hardware over a range of releases. A changed verdict
-is one changed word in a diff. ``repro accept`` writes the whole file; a column's cells and the releases at its ends
-(``measured_at``) name the measurements that support it.
+One line per variant, one column per range: some cells on one hardware over a range of releases. A
+changed verdict is one changed word in a diff. ``repro accept`` writes the whole file; a column's
+cells and the releases at its ends (``measured_at``) name the measurements that support it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pydantic import Field, field_validator, model_validator
 
 from repro_matrix.config.vocabulary import OutcomeName, Strict, VerdictName
 
-HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
+HEAD = (
+    "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing"
+    " by hand.\n"
+)
 
 
 class VersionRange(Strict):
@@ -24,11 +28,13 @@ class VersionRange(Strict):
 
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
-    # Capabilities of the machine it was measured on, of those that its variants depend on: elsewhere it says nothing of
-    # these.
+    # Capabilities of the machine it was measured on, of those that its variants depend on:
+    # elsewhere it says nothing of these.
     capabilities: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
-    measured_at: list[dict[str, str]] = Field(min_length=1, max_length=2)  # package -> release, at the range's ends
+    measured_at: list[dict[str, str]] = Field(
+        min_length=1, max_length=2
+    )  # package -> release, at the range's ends
     reason: str
 
     @field_validator("versions")
@@ -38,7 +44,9 @@ class VersionRange(Strict):
             try:
                 SpecifierSet(text)
             except InvalidSpecifier:
-                raise ValueError(f"{package}: not a version range such as '>=2.4,<2.6': {text!r}") from None
+                raise ValueError(
+                    f"{package}: not a version range such as '>=2.4,<2.6': {text!r}"
+                ) from None
         return value
 
 
@@ -46,11 +54,13 @@ class Expectation(VersionRange):
     """The verdicts that stored measurements showed there. Written by ``repro accept``."""
 
     verdicts: dict[str, VerdictName]  # variant -> verdict
-    # variant -> how it failed, where its verdict says that something failed; and how ``unfixed`` failed, which has none
+    # variant -> how it failed, where its verdict says that something failed; and how ``unfixed``
+    # failed, which has none
     failure_ids: dict[str, str | list[str]] = {}
 
     def failure_ids_of(self, variant: str) -> list[str] | None:
-        """What the variant may meet; None where that was never written down: then the verdict alone is compared."""
+        """What the variant may meet; None where that was never written down: then the verdict alone
+        is compared."""
         listed = self.failure_ids.get(variant)
         return [listed] if isinstance(listed, str) else listed
 
@@ -58,7 +68,9 @@ class Expectation(VersionRange):
     def _failure_ids_of_variants(self) -> Expectation:
         foreign = sorted(self.failure_ids.keys() - self.verdicts.keys() - {"unfixed"})
         if foreign:
-            raise ValueError(f"failure_ids names {', '.join(foreign)}, of which no verdict is expected")
+            raise ValueError(
+                f"failure_ids names {', '.join(foreign)}, of which no verdict is expected"
+            )
         return self
 
 
@@ -68,14 +80,18 @@ class Table(Strict):
     case: str
     ranges: list[VersionRange] = Field(min_length=1)
     verdicts: dict[str, list[VerdictName | None]]  # variant -> by range
-    failure_ids: dict[str, list[str | list[str] | None]] = Field(default={})  # likewise, where something failed
+    failure_ids: dict[str, list[str | list[str] | None]] = Field(
+        default={}
+    )  # likewise, where something failed
 
     @model_validator(mode="after")
     def _even(self) -> Table:
         for key in ("verdicts", "failure_ids"):
             for variant, row in getattr(self, key).items():
                 if len(row) != len(self.ranges):
-                    raise ValueError(f"{key} of {variant!r}: {len(row)} columns for {len(self.ranges)} ranges")
+                    raise ValueError(
+                        f"{key} of {variant!r}: {len(row)} columns for {len(self.ranges)} ranges"
+                    )
         return self
 
     @property
@@ -86,14 +102,16 @@ class Table(Strict):
             values: dict[str, Any] = version_range.model_dump()
             for key in ("verdicts", "failure_ids"):
                 rows = getattr(self, key).items()
-                values[key] = {variant: row[index] for variant, row in rows if row[index] is not None}
+                values[key] = {
+                    variant: row[index] for variant, row in rows if row[index] is not None
+                }
             found.append(Expectation.model_validate(values))
         return found
 
 
 class Metric(Strict):
-    """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor * other
-    (``above``)."""
+    """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor
+    * other (``above``)."""
 
     name: str
     below: str | None = None  # name of the other variant
@@ -103,7 +121,9 @@ class Metric(Strict):
     @model_validator(mode="after")
     def _one(self) -> Metric:
         if (self.below is None) == (self.above is None):
-            raise ValueError("a metric comparison needs exactly one of below and above (another variant's name)")
+            raise ValueError(
+                "a metric comparison needs exactly one of below and above (another variant's name)"
+            )
         return self
 
 
@@ -118,19 +138,24 @@ class Prediction(Strict):
     hardware: str | None = None
     verdict: VerdictName | list[VerdictName] | None = None
     outcome: OutcomeName | list[OutcomeName] | None = None
-    # The outcome but for what the log says, where the variant reproduces: that a warning is harmless, or is not.
+    # The outcome but for what the log says, where the variant reproduces: that a warning is
+    # harmless, or is not.
     outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
     metric: Metric | None = None
     condition: str | None = None  # the condition in words, for conditional(on what)
-    # The variant in whose place this one stands, where that is not the unfixed variant: one that shares all but the
-    # change that the claim is about. The failure must reproduce there for the prediction to be tried.
+    # The variant in whose place this one stands, where that is not the unfixed variant: one that
+    # shares all but the change that the claim is about. The failure must reproduce there for the
+    # prediction to be tried.
     relative_to: str | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Prediction:
         kinds = (self.verdict, self.outcome, self.outcome_without_warning, self.metric)
         if sum(kind is not None for kind in kinds) != 1:
-            raise ValueError("a prediction needs exactly one of verdict, outcome, outcome_without_warning and metric")
+            raise ValueError(
+                "a prediction needs exactly one of verdict, outcome, outcome_without_warning and"
+                " metric"
+            )
         return self
 
 
@@ -154,17 +179,23 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
     lines = [f"{HEAD}case: {slug}", "ranges:"]
     for entry in entries:
         values = entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware}
-        items = [f"  {_line({key: values[key]})}" for key in VersionRange.model_fields if key in values]
+        items = [
+            f"  {_line({key: values[key]})}" for key in VersionRange.model_fields if key in values
+        ]
         lines += [f"- {items[0].strip()}", *items[1:]]
     for key in ("verdicts", "failure_ids"):
         rows: list[Mapping[str, Any]] = [getattr(entry, key) for entry in entries]
         variants = dict.fromkeys(variant for row in rows for variant in row)
         lines += [f"{key}:"] if variants else []
-        lines += [f"  {_line({variant: [row.get(variant) for row in rows]})}" for variant in variants]
+        lines += [
+            f"  {_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _line(item: Mapping[str, Any]) -> str:
     """``key: value`` in one line."""
-    dumped = yaml.safe_dump(dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False)
+    dumped = yaml.safe_dump(
+        dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False
+    )
     return dumped.strip()[1:-1]

@@ -1,6 +1,6 @@
-"""The kinds of failures that are no case of the catalog (failure_rules.yaml), wrong uses that libraries refuse
-(refusals.yaml), and the errors of CUDA and of the libraries that ranks talk through (device_errors.yaml), read and
-validated."""
+"""The kinds of failures that are no case of the catalog (failure_rules.yaml), wrong uses that
+libraries refuse (refusals.yaml), and the errors of CUDA and of the libraries that ranks talk
+through (device_errors.yaml), read and validated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Action(Strict):
 
 
 class _Groups(dict[str, str]):
-    """The named groups of a match. ``a/b/c`` is a quotient. Raises KeyError: a group is missing, or a remainder is."""
+    """The named groups of a match. ``a/b/c`` is a quotient. Raises KeyError: a group is missing, or
+    a remainder is."""
 
     def __missing__(self, key: str) -> str:
         first, *others = key.split("/")
@@ -49,9 +50,12 @@ class _Groups(dict[str, str]):
 
 
 _PACKAGES = {
-    "DeepSpeed": "deepspeed", "Accelerate": "accelerate", "Trainer": "transformers", "transformers": "transformers",
+    "DeepSpeed": "deepspeed",
+    "Accelerate": "accelerate",
+    "Trainer": "transformers",
+    "transformers": "transformers",
     "PEFT": "peft",
-}  # fmt: skip
+}
 
 
 class FailureRule(Strict):
@@ -61,14 +65,20 @@ class FailureRule(Strict):
     title: str
     shows: Literal["cause", "end", "peer"] = "cause"
     library: str = ""  # it refuses a wrong use
-    raised_in: list[str] = Field(default=[])  # packages or modules; by default the library's package
+    raised_in: list[str] = Field(
+        default=[]
+    )  # packages or modules; by default the library's package
     text: Regex
     says: list[Hint] = Field(default=[])
     case: str = ""  # the case that it is, in an older or another package's wording
     words: list[str] = Field(default=[])  # without them, words of the text
     any_level: bool = False  # also a line that a logger prints as information
-    place: Literal["any_line", "every_step", "last_line"] = "any_line"  # every_step: of the last ones, three or more
-    general: bool = False  # says that something failed, not what: a line that says more comes before it
+    place: Literal["any_line", "every_step", "last_line"] = (
+        "any_line"  # every_step: of the last ones, three or more
+    )
+    general: bool = (
+        False  # says that something failed, not what: a line that says more comes before it
+    )
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str | Action] = Field(min_length=1)
@@ -85,18 +95,27 @@ class FailureRule(Strict):
 
     def actions(self, versions: Mapping[str, str]) -> list[str]:
         """Return the advice, without what is newer than these versions."""
-        actions = [Action(text=each, since={}) if isinstance(each, str) else each for each in self.advice]
+        actions = [
+            Action(text=each, since={}) if isinstance(each, str) else each for each in self.advice
+        ]
         return [
             each.text
             for each in actions
-            if all(Version(versions.get(name, first)) >= Version(first) for name, first in each.since.items())
+            if all(
+                Version(versions.get(name, first)) >= Version(first)
+                for name, first in each.since.items()
+            )
         ]
 
     def explain(self, message: str, several_ranks: bool = False) -> str:
-        """Return what the numbers and names in a message say; empty where no hint fits. ``several_ranks``: the log
-        shows more than one."""
+        """Return what the numbers and names in a message say; empty where no hint fits.
+        ``several_ranks``: the log shows more than one."""
         found = re.search(self.text, message)
-        groups = {name: text for name, text in found.groupdict().items() if text is not None} if found else {}
+        groups = (
+            {name: text for name, text in found.groupdict().items() if text is not None}
+            if found
+            else {}
+        )
         escaped = _Groups({name: re.escape(text) for name, text in groups.items()})
         for hint in (each for each in self.says if each.several_ranks in (None, several_ranks)):
             with suppress(KeyError):
@@ -121,7 +140,10 @@ class DeviceError(Strict):
         """The regular expression for a message, in a line of a log as well."""
         if self.code is None:
             return self.text
-        return rf"(?:CUDA(?: driver)? error|Triton Error \[CUDA\]): {self.text}|Cuda failure (?:\d+ )?'{self.text}"
+        return (
+            rf"(?:CUDA(?: driver)? error|Triton Error \[CUDA\]): {self.text}|Cuda failure (?:\d+"
+            rf" )?'{self.text}"
+        )
 
 
 # What stands before a failure that a sentence only mentions.
@@ -132,13 +154,22 @@ ADVICE = re.compile(
 )
 # How launchers and schedulers print how a process ended.
 _SIGNAL = re.compile(
-    r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:? ?(\d+|SIG[A-Z]+)"
+    r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:?"
+    r" ?(\d+|SIG[A-Z]+)"
     r'|"signal"\s*:\s*"(SIG[A-Z]+)"'
-    r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|code=\w+, status=(\d+)/|\([Ss]ignal (\d+)\)"
+    r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|code=\w+, status=(\d+)/|\([Ss]ignal"
+    r" (\d+)\)"
 )
-_HARMLESS = (0, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)  # a job catches them and goes on
+_HARMLESS = (
+    0,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+    signal.SIGWINCH,
+)  # a job catches them and goes on
 _EXIT_CODE = re.compile(
-    r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|(?:exit|terminat)(?:ed)? with (?:non-?zero )?(?:code|status))"
+    r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|(?:exit|terminat)(?:ed)? with (?:non-?zero"
+    r" )?(?:code|status))"
     r"[\"']?\s*[:=]?\s*[\"']?(-?\d+|0x\w+)"
 )
 
@@ -158,13 +189,18 @@ def device_errors() -> tuple[DeviceError, ...]:
 def _device_patterns() -> tuple[tuple[re.Pattern[str], DeviceError], ...]:
     # CUDA's own texts count only where torch and NCCL put them.
     begin = {True: "", False: "^"}
-    return tuple((re.compile(begin[row.code is None] + row.pattern, re.MULTILINE), row) for row in device_errors())
+    return tuple(
+        (re.compile(begin[row.code is None] + row.pattern, re.MULTILINE), row)
+        for row in device_errors()
+    )
 
 
 @lru_cache(4096)
 def device_error(message: str, code: int | None = None) -> DeviceError | None:
     """Return the row that an exception's message, or the driver's number of its error, shows."""
-    if code is not None and (coded := next((row for row in device_errors() if row.code == code), None)):
+    if code is not None and (
+        coded := next((row for row in device_errors() if row.code == code), None)
+    ):
         return coded
     return next((row for pattern, row in _device_patterns() if pattern.search(message)), None)
 
@@ -177,8 +213,8 @@ def peer_errors() -> re.Pattern[str]:
 
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried (cases, refusals, others), with
-    the texts of device_errors.yaml and without digits in their words."""
+    """Return the rules by name, in the order in which they are tried (cases, refusals, others),
+    with the texts of device_errors.yaml and without digits in their words."""
     texts = [*_load("refusals.yaml"), *_load("failure_rules.yaml")]
     found = TypeAdapter(list[FailureRule]).validate_python(texts)
     return {rule.name: _completed(rule) for rule in sorted(found, key=lambda rule: not rule.case)}
@@ -194,13 +230,23 @@ _DIGITS = re.compile(r"\d+")
 
 
 def words_of(pattern: str) -> list[str]:
-    """Return words, in lower case, of which every line that matches has one: of each alternative the longest."""
-    bare = re.sub(r"\[(\w)(\w)\]", lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0], pattern)
-    bare = re.sub(r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare)  # as what it is no syntax
+    """Return words, in lower case, of which every line that matches has one: of each alternative
+    the longest."""
+    bare = re.sub(
+        r"\[(\w)(\w)\]",
+        lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0],
+        pattern,
+    )
+    bare = re.sub(
+        r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare
+    )  # as what it is no syntax
     bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", bare)
     while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
         bare = inner
-    found = (max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|"))
+    found = (
+        max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower()
+        for part in bare.split("|")
+    )
     return [word.translate({_MARKS + each: each for each in range(128)}) for word in found]
 
 
@@ -224,8 +270,8 @@ def _ended(text: str) -> int:
 
 
 def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRule | None:
-    """Return the first rule (``among`` those that its words allow) that a line or a message shows; an exit code or a
-    signal counts where no text does."""
+    """Return the first rule (``among`` those that its words allow) that a line or a message shows;
+    an exit code or a signal counts where no text does."""
     for rule in rules().values() if among is None else among:
         if rule.place == "any_line" and re.search(rule.text, text):
             return rule

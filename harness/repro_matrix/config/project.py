@@ -1,8 +1,10 @@
-"""Whose repository this is: where results go, and which cases, models, strategies and stacks of its own it has.
+"""Whose repository this is: where results go, and which cases, models, strategies and stacks of its
+own it has.
 
-``repro.toml``, in the working directory or above it up to the repository's root; its paths are relative to the file.
-Without one: the checkout of this project; where that was installed from a wheel, the repository around the working
-directory (or that directory), with the shipped catalogue alone.
+``repro.toml``, in the working directory or above it up to the repository's root; its paths are
+relative to the file.
+Without one: the checkout of this project; where that was installed from a wheel, the repository
+around the working directory (or that directory), with the shipped catalogue alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from pydantic import Field, ValidationError, field_validator
 
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, describe_validation
-from repro_matrix.paths import BASELINE, CHECKOUT, CONF, CONFIG_PATH, EXPECTED, REPROS, ROOT, file_state
+from repro_matrix.paths import (
+    BASELINE,
+    CHECKOUT,
+    CONF,
+    CONFIG_PATH,
+    EXPECTED,
+    REPROS,
+    ROOT,
+    file_state,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,9 +42,14 @@ FILE = "repro.toml"
 class Declared(Strict):
     """The keys of repro.toml."""
 
-    conf: list[str] = Field(default=[])  # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
-    scripts: list[str] = Field(default=[])  # where the cases' scripts lie; default: beside their files
-    results: str = "results"  # runs in scratch/; expected/ and baseline/ where the next two do not say otherwise
+    conf: list[str] = Field(
+        default=[]
+    )  # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
+    scripts: list[str] = Field(
+        default=[]
+    )  # where the cases' scripts lie; default: beside their files
+    # runs in scratch/; expected/ and baseline/ where the next two do not say otherwise
+    results: str = "results"
     expected: str | None = None
     baseline: str | None = None
 
@@ -45,7 +61,8 @@ class Declared(Strict):
 
 @dataclass(frozen=True)
 class Project:
-    """``file``: what declares it; None: nothing does. ``conf`` and ``scripts``: its own, beside what is shipped."""
+    """``file``: what declares it; None: nothing does. ``conf`` and ``scripts``: its own, beside
+    what is shipped."""
 
     folder: Path
     file: Path | None
@@ -61,7 +78,8 @@ class Project:
         return self.expected == EXPECTED and CHECKOUT
 
     def script(self, name: str, beside: Path) -> Path:
-        """A script of one of its own cases, whose file lies in ``beside``: there or in ``scripts``, else a shipped one.
+        """A script of one of its own cases, whose file lies in ``beside``: there or in ``scripts``,
+        else a shipped one.
 
         The first place where it would be, when it is nowhere.
         """
@@ -70,14 +88,17 @@ class Project:
 
 
 def current() -> Project:
-    """The one that the working directory is in. Raises ConfigError, which names the file and the key."""
+    """The one that the working directory is in. Raises ConfigError, which names the file and the
+    key."""
     return _project(Path.cwd())
 
 
 def conf_folders(conf: Path = CONF) -> list[Path]:
-    """Where groups (case/ model/ matrix/ ...) are looked for: the shipped folder, then those of the user's own.
+    """Where groups (case/ model/ matrix/ ...) are looked for: the shipped folder, then those of the
+    user's own.
 
-    Those that a command line names are in the environment: processes that this one starts read the same files.
+    Those that a command line names are in the environment: processes that this one starts read the
+    same files.
     """
     more = [Path(text) for text in os.environ.get(CONFIG_PATH, "").split(os.pathsep) if text]
     for folder in more:
@@ -87,19 +108,25 @@ def conf_folders(conf: Path = CONF) -> list[Path]:
 
 
 def files(group: str, conf: Path = CONF) -> dict[str, Path]:
-    """A group's files by name, the shipped ones first. Raises ConfigError: a name that two folders have."""
+    """A group's files by name, the shipped ones first. Raises ConfigError: a name that two folders
+    have."""
     found: dict[str, Path] = {}
     for folder in conf_folders(conf):
         for path in sorted((folder / group).glob("*.yaml")):
             if path.stem in found:
-                raise ConfigError(f"{path}: {group} {path.stem!r} is also in {found[path.stem]}; give it another name")
+                raise ConfigError(
+                    f"{path}: {group} {path.stem!r} is also in {found[path.stem]}; give it another"
+                    " name"
+                )
             found[path.stem] = path
     return found
 
 
 def misnamed(group: str, conf: Path = CONF) -> list[Path]:
     """Return the files with the ending .yml, which are not read."""
-    return [path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))]
+    return [
+        path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))
+    ]
 
 
 def published() -> list[Path]:
@@ -125,7 +152,8 @@ def _project(here: Path) -> Project:
 
 
 def _nearest(here: Path) -> tuple[Path, Path | None]:
-    """Return the nearest folder that declares a project, and its file; else the repository's root, or ``here``."""
+    """Return the nearest folder that declares a project, and its file; else the repository's root,
+    or ``here``."""
     for folder in (here, *here.parents):
         if file_state(folder / FILE):
             return folder, folder / FILE
@@ -144,7 +172,9 @@ def make_folders() -> None:
 
 def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
     if not (base / name).is_dir():
-        raise ConfigError(f"{file}: {key}: there is no folder {base / name}; `mkdir` or `repro new` makes it")
+        raise ConfigError(
+            f"{file}: {key}: there is no folder {base / name}; `mkdir` or `repro new` makes it"
+        )
     return base / name
 
 

@@ -1,7 +1,8 @@
-"""The schema of the files in conf/: cases with signatures and variants, models, strategies, stacks, hardware. Pure.
+"""The schema of the files in conf/: cases with signatures and variants, models, strategies, stacks,
+hardware. Pure.
 
-pydantic refuses unknown keys and wrong values; ``repro_matrix.errors`` turns its messages into a file, a key and the
-nearest valid choice.
+pydantic refuses unknown keys and wrong values; ``repro_matrix.errors`` turns its messages into a
+file, a key and the nearest valid choice.
 """
 
 from __future__ import annotations
@@ -22,40 +23,53 @@ from repro_matrix.config.vocabulary import (
     Role,
     SignatureKind,
     Strict,
-)  # fmt: skip
+)
 from repro_matrix.errors import as_yaml, nearest
 
 
 class Frame(Strict):
-    """One frame that must be among an exception's (or a hung rank's) frames; regular expressions, whole match."""
+    """One frame that must be among an exception's (or a hung rank's) frames; regular expressions,
+    whole match."""
 
     module: Regex = ".*"
     function: Regex = ".*"
 
 
 class Collective(Strict):
-    """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder shows it."""
+    """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder
+    shows it."""
 
-    kinds: list[Regex] = Field(min_length=1)  # regular expressions, each for one kind that was entered: allgather ...
+    kinds: list[Regex] = Field(
+        min_length=1
+    )  # regular expressions, each for one kind that was entered: allgather ...
 
 
 class AmbiguousWith(Strict):
-    """Another cause that shows the very same: of an unknown script, a log alone does not tell which it was."""
+    """Another cause that shows the very same: of an unknown script, a log alone does not tell which
+    it was."""
 
     cause: str
-    ruled_out_by: Regex | None = None  # a regular expression: a line of the same log that rules the other cause out
+    ruled_out_by: Regex | None = (
+        None  # a regular expression: a line of the same log that rules the other cause out
+    )
 
 
 class Signature(Strict):
-    """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/guides/add-a-case.md."""
+    """How one known failure shows itself. Which keys apply depends on ``kind``; see
+    docs/guides/add-a-case.md."""
 
     name: str
     kind: SignatureKind
-    # exception: its type's name (or one of its bases), and a regular expression searched for in its message.
+    # exception: its type's name (or one of its bases), and a regular expression searched for in its
+    # message.
     type: str | None = None
     message: Regex | None = None
-    messages: dict[str, Regex] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
-    package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
+    messages: dict[
+        str, Regex
+    ] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    package: str | None = (
+        None  # exception: package of the innermost frame; log: package the record comes from
+    )
     frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
     collective: Collective | None = None  # hang: in what the ranks disagree, beside the frames
     logger: Regex | None = None  # log: regular expression for the logger or the warning category
@@ -78,11 +92,18 @@ class Signature(Strict):
         if missing:
             raise ValueError(f"a signature of kind {self.kind} needs {', '.join(missing)}")
         if self.collective and self.kind != "hang":
-            raise ValueError(f"collective says where ranks hang; a signature of kind {self.kind} has none")
+            raise ValueError(
+                f"collective says where ranks hang; a signature of kind {self.kind} has none"
+            )
         for pattern in (self.message, *self.messages.values()):
-            # The whole list of foreign messages is for the tests and `repro accept`; these few cost nothing.
-            if pattern and any(re.search(pattern, text) for text in ("", "0", "a b", "Error: the x (y) [z] 'w'")):
-                raise ValueError(f"message {pattern!r} matches anything: say what the failure's text is")
+            # The whole list of foreign messages is for the tests and `repro accept`; these few cost
+            # nothing.
+            if pattern and any(
+                re.search(pattern, text) for text in ("", "0", "a b", "Error: the x (y) [z] 'w'")
+            ):
+                raise ValueError(
+                    f"message {pattern!r} matches anything: say what the failure's text is"
+                )
         if self.type in ("Exception", "BaseException"):
             raise ValueError(f"type {self.type} is every error's: name the type that is raised")
         if self.kind == "exception" and not (self.message or self.messages):
@@ -99,8 +120,11 @@ class Needy(Strict):
     requires_on: dict[Literal["cpu", "cuda", "shared_gpu"], list[Requirement]] = {}
 
     def needs_on(self, *kinds: str) -> list[str]:
-        """All that a stack must have for it on hardware of these kinds (the keys of ``requires_on``)."""
-        beside = [item for kind, listed in self.requires_on.items() if kind in kinds for item in listed]
+        """All that a stack must have for it on hardware of these kinds (the keys of
+        ``requires_on``)."""
+        beside = [
+            item for kind, listed in self.requires_on.items() if kind in kinds for item in listed
+        ]
         return [*self.requires, *beside]
 
 
@@ -116,7 +140,8 @@ class Model(Strict):
 
 
 class Invariants(Strict):
-    """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks) or only ``part``."""
+    """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks)
+    or only ``part``."""
 
     parameters: Held | None = None
     gradients: Held | None = None  # when the optimizer steps
@@ -127,17 +152,23 @@ class Invariants(Strict):
 class Strategy(Needy):
     slug: str
     title: str
-    must_divide: list[str] = []  # keys of a model's configuration that the number of ranks must divide
+    must_divide: list[
+        str
+    ] = []  # keys of a model's configuration that the number of ranks must divide
     allow_gpu_sharing: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
     invariants: Invariants  # what every attempt under it must show to have been in effect
-    replicas: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
+    replicas: dict[
+        str, dict[str, int]
+    ] = {}  # option -> value -> how often the ranks together hold the model then
 
     @model_validator(mode="after")
     def _values(self) -> Strategy:
         if not self.invariants.model_dump(exclude_defaults=True):
-            raise ValueError("invariants: none, so that nothing could show that the strategy took effect")
+            raise ValueError(
+                "invariants: none, so that nothing could show that the strategy took effect"
+            )
         for option, value in self.options.items():
             problem = self.refuses(option, value)
             if problem:
@@ -149,11 +180,16 @@ class Strategy(Needy):
         return self
 
     def refuses(self, option: str, value: Any) -> str | None:
-        """Why an option that it has does not take a value, or None. A bool is no number here, nor 1 a bool."""
+        """Why an option that it has does not take a value, or None. A bool is no number here, nor 1
+        a bool."""
         choices = self.choices.get(option)
         if choices is None:
             default = self.options[option]
-            return None if type(value) is type(default) else f"{value!r} is not of type {type(default).__name__}"
+            return (
+                None
+                if type(value) is type(default)
+                else f"{value!r} is not of type {type(default).__name__}"
+            )
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return None
         return f"{as_yaml(value)!r} is not valid{nearest(as_yaml(value), map(as_yaml, choices))}"
@@ -180,7 +216,10 @@ class Hardware(Strict):
     @model_validator(mode="after")
     def _gpu_fields(self) -> Hardware:
         if self.accelerator == "cpu" and (self.gpus or self.backend == "nccl" or self.shared):
-            raise ValueError("accelerator: cpu uses no GPU: leave out gpus, shared and backend: nccl, or say cuda")
+            raise ValueError(
+                "accelerator: cpu uses no GPU: leave out gpus, shared and backend: nccl, or say"
+                " cuda"
+            )
         return self
 
 
@@ -202,23 +241,39 @@ class Variant(Needy):
     model: str | None = None
     strategy: str | None = None
     stack: str | None = None
-    world_size: int | None = Field(default=None, ge=1)  # this variant's own number of ranks: wins over the cell's
-    devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
+    world_size: int | None = Field(
+        default=None, ge=1
+    )  # this variant's own number of ranks: wins over the cell's
+    devices: int | None = Field(
+        default=None, ge=1
+    )  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
     # Beside the case's: the machine's facts that decide this variant's answer.
     depends_on_capabilities: list[Capability] = []
-    invariants: Invariants | None = None  # laid over its strategy's, where the fix is to do without a part of it
+    invariants: Invariants | None = (
+        None  # laid over its strategy's, where the fix is to do without a part of it
+    )
 
 
 class Launch(Strict):
     world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
-    devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
-    deadline: float = Field(default=120, gt=0)  # seconds of work, start-up apart; then it hangs, or is too slow
+    devices: int | None = Field(
+        default=None, ge=1
+    )  # GPUs that each rank sees; default: as many as there are ranks
+    deadline: float = Field(
+        default=120, gt=0
+    )  # seconds of work, start-up apart; then it hangs, or is too slow
     imports: list[str] = []  # what a fork server imports ahead for this case
     cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
-    process_group: bool = True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
-    backend: Literal["fake"] | None = None  # of the group; fake: no communication (simulated); default: the hardware's
-    normal_exit: bool = False  # True: let the interpreter end normally; how the process ends is what is tested
+    process_group: bool = (
+        True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
+    )
+    backend: Literal["fake"] | None = (
+        None  # of the group; fake: no communication (simulated); default: the hardware's
+    )
+    normal_exit: bool = (
+        False  # True: let the interpreter end normally; how the process ends is what is tested
+    )
     env: dict[str, str] = {}
 
 
@@ -227,16 +282,19 @@ class Requires(Strict):
     gpus: int = Field(default=0, ge=0)
     # On GPUs every rank computes on every GPU: one in an exclusive mode lets one process in.
     requires_default_compute_mode: bool = False
-    divisible: bool = True  # tp must divide the heads; False: that is what the case is about, or it sets its own
+    divisible: bool = (
+        True  # tp must divide the heads; False: that is what the case is about, or it sets its own
+    )
     stack: str | None = None  # the shipped stack on which the case is known to reproduce
     reason: str = ""
 
 
 class PassCriteria(Strict):
-    """What makes a variant clean: these checks, passed on these ranks, and the evidence that what it names was in
-    effect.
+    """What makes a variant clean: these checks, passed on these ranks, and the evidence that what
+    it names was in effect.
 
-    What a strategy promises (its file says) need not be listed; ``effects`` names what else the script measures.
+    What a strategy promises (its file says) need not be listed; ``effects`` names what else the
+    script measures.
     """
 
     kind: Literal["training", "saving", "loading", "generating", "inference"]
@@ -245,7 +303,10 @@ class PassCriteria(Strict):
     effects: list[str] = []
 
 
-UNFIXED = ("unfixed", "control")  # the names of the variants of role unfixed, one for each kind of case
+UNFIXED = (
+    "unfixed",
+    "control",
+)  # the names of the variants of role unfixed, one for each kind of case
 
 
 class Axes(Strict):
@@ -262,29 +323,42 @@ class Case(Strict):
     simulated: str | None = None  # what is simulated; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores
     pass_criteria: PassCriteria  # what a variant must show to count as passed
-    accelerator: Literal["cpu"] | None = None  # cpu: it never touches a GPU, or cannot show itself on one
-    allow_gpu_sharing: bool = False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
+    accelerator: Literal["cpu"] | None = (
+        None  # cpu: it never touches a GPU, or cannot show itself on one
+    )
+    allow_gpu_sharing: bool = (
+        False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
+    )
     min_ranks: int = Field(default=2, ge=1)  # with fewer ranks it says nothing
-    supports_other_world_sizes: bool = False  # more ranks than its own (launch.world_size) ask the same question
+    supports_other_world_sizes: bool = (
+        False  # more ranks than its own (launch.world_size) ask the same question
+    )
     steps: int = Field(default=3, ge=1)  # training steps
     repeat: int = Field(default=1, ge=1)  # attempts per variant
     requires: Requires = Requires()  # what stack and machine must have; else the cell is skipped
     launch: Launch = Launch()
     axes: Axes  # the models and strategies it runs on by default
-    # Whole models that every rank of the script holds beside the one that it makes parallel (where a reference began,
-    # what is compared); 0: the model is drawn and compared part by part. For the memory plan.
+    # Whole models that every rank of the script holds beside the one that it makes parallel (where
+    # a reference began, what is compared); 0: the model is drawn and compared part by part. For the
+    # memory plan.
     reference_models: int = Field(default=3, ge=0)
-    preserve_config: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
+    preserve_config: list[
+        str
+    ] = []  # keys of the model's configuration that scale=tiny leaves at their real value
     tiny_config: dict[str, Any] = {}  # values of the model's configuration at scale=tiny
     options: dict[str, Any] = {}  # strategy options of every variant
     # Facts of the machine that decide its answers: where they differ it has no expectation.
     depends_on_capabilities: list[Capability] = []
     flags: dict[str, Flag] = {}  # the small settings that variants change
     signatures: list[Signature] = []  # any of them is the known failure
-    also_matches: list[str] = []  # cases whose signature may match this case's stored observation too
+    also_matches: list[
+        str
+    ] = []  # cases whose signature may match this case's stored observation too
     variants: dict[str, Variant]  # unfixed first; a control has one, named control
     claims: list[Claim] = []  # statements of threads, tested by stored results
-    expect: list[Expectation] = []  # never in the case's file: the catalogue reads it from results/expected
+    expect: list[
+        Expectation
+    ] = []  # never in the case's file: the catalogue reads it from results/expected
 
     @property
     def script_name(self) -> str:
@@ -296,7 +370,9 @@ class Case(Strict):
         if not isinstance(variants, dict):
             return variants
         known = {
-            name: {"role": "unfixed", **variants[name]} for name in UNFIXED if isinstance(variants.get(name), dict)
+            name: {"role": "unfixed", **variants[name]}
+            for name in UNFIXED
+            if isinstance(variants.get(name), dict)
         }
         return {**variants, **known}
 
@@ -308,7 +384,10 @@ class Case(Strict):
                 raise ValueError(f"{name}: its role is unfixed, not {variant.role}: leave role out")
             if variant.role == "unfixed" and name not in UNFIXED:
                 others = nearest("", set(get_args(Role)) - {"unfixed"})
-                raise ValueError(f"{name}: role unfixed is for the variants {' and '.join(UNFIXED)} alone{others}")
+                raise ValueError(
+                    f"{name}: role unfixed is for the variants {' and '.join(UNFIXED)}"
+                    f" alone{others}"
+                )
         return variants
 
     @model_validator(mode="after")
@@ -325,28 +404,37 @@ class Case(Strict):
         if self.simulated and self.accelerator != "cpu":
             raise ValueError("a simulated case takes no GPU: it needs accelerator: cpu")
         if bool(self.simulated) != (self.launch.backend == "fake"):
-            raise ValueError("launch.backend: fake and simulated go together: its ranks do not communicate")
+            raise ValueError(
+                "launch.backend: fake and simulated go together: its ranks do not communicate"
+            )
         if self.launch.world_size < self.min_ranks:
-            raise ValueError(f"launch.world_size {self.launch.world_size} is below min_ranks {self.min_ranks}")
+            raise ValueError(
+                f"launch.world_size {self.launch.world_size} is below min_ranks {self.min_ranks}"
+            )
         for name, variant in self.variants.items():
             for flag, value in variant.flags.items():
                 if flag not in self.flags:
-                    raise ValueError(f"variant {name!r} sets flag {flag!r}, which is not declared under flags")
+                    raise ValueError(
+                        f"variant {name!r} sets flag {flag!r}, which is not declared under flags"
+                    )
                 choices = self.flags[flag].choices
                 if choices is not None and value not in choices:
-                    raise ValueError(f"variant {name!r}: flag {flag} takes {choices}, not {value!r}")
+                    raise ValueError(
+                        f"variant {name!r}: flag {flag} takes {choices}, not {value!r}"
+                    )
         return self
 
 
-# -- a user's script as an ad-hoc case: one variant, and a signature built from the command line's options
+# -- a user's script as an ad-hoc case: one variant, and a signature built from the command line's
+# options
 
 VARIANT = "unfixed"  # its one variant
 INFINITE = 1e308  # stands for infinity, which JSON does not have
 
 
 class Metric(Strict):
-    """A number that the script prints. It shows the failure when it compares so with the limit; without ``op`` a
-    search finds the limit between its two ends."""
+    """A number that the script prints. It shows the failure when it compares so with the limit;
+    without ``op`` a search finds the limit between its two ends."""
 
     name: str
     pattern: str  # group 1 is the number
@@ -354,8 +442,12 @@ class Metric(Strict):
     limit: float = 0.0
 
     def violated_by(self, value: float) -> bool:
-        comparisons = {"<": value < self.limit, "<=": value <= self.limit,
-                       ">": value > self.limit, ">=": value >= self.limit}  # fmt: skip
+        comparisons = {
+            "<": value < self.limit,
+            "<=": value <= self.limit,
+            ">": value > self.limit,
+            ">=": value >= self.limit,
+        }
         return comparisons.get(self.op, False)
 
 

@@ -1,4 +1,5 @@
-"""Parse overrides (Hydra's grammar) into a selection: axes (commas sweep, globs match), flags, patches and settings."""
+"""Parse overrides (Hydra's grammar) into a selection: axes (commas sweep, globs match), flags,
+patches and settings."""
 
 from __future__ import annotations
 
@@ -25,22 +26,29 @@ AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")
 
 @dataclass
 class Selection:
-    """The cells that a command line or a block of a named matrix selects. None: what the case's file lists."""
+    """The cells that a command line or a block of a named matrix selects. None: what the case's
+    file lists."""
 
     case: list[str] = field(default_factory=lambda: ["*"])
     model: list[str] | None = None
     strategy: list[str] | None = None
     ranks: list[int] | None = None
     stack: list[str] = field(default_factory=lambda: ["current"])
-    hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell per profile; auto: where each can run
+    hardware: list[str] = field(
+        default_factory=lambda: ["auto"]
+    )  # one cell per profile; auto: where each can run
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for compose_run
     given: set[str] = field(default_factory=set)  # the axes that the command line names
-    words: list[tuple[str, str]] = field(default_factory=list, compare=False)  # (key, override as written)
+    words: list[tuple[str, str]] = field(
+        default_factory=list, compare=False
+    )  # (key, override as written)
     source: str = ""  # file and name of the block
-    narrows: frozenset[str] = frozenset()  # axes of the command line that only narrow what a block's cases list
+    narrows: frozenset[str] = (
+        frozenset()
+    )  # axes of the command line that only narrow what a block's cases list
 
 
 def parse(overrides: Iterable[str]) -> Selection:
@@ -63,7 +71,9 @@ def parse(overrides: Iterable[str]) -> Selection:
             value = override.value()
         except HydraException as error:
             detail = str(error).replace("\n", " ").split("See https")[0].strip()
-            raise ConfigError(f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}") from None
+            raise ConfigError(
+                f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}"
+            ) from None
         values: list[Any]
         if isinstance(value, ChoiceSweep):
             values = [_plain(item) for item in value.list]
@@ -75,8 +85,12 @@ def parse(overrides: Iterable[str]) -> Selection:
         else:
             values = [_plain(value)]
         key = override.key_or_group
-        if key in selection.given or key.removeprefix("flags.") in selection.flags:  # Hydra would take the last one
-            raise ConfigError(f"override {text!r}: {key}= is given twice; separate values with commas")
+        if (
+            key in selection.given or key.removeprefix("flags.") in selection.flags
+        ):  # Hydra would take the last one
+            raise ConfigError(
+                f"override {text!r}: {key}= is given twice; separate values with commas"
+            )
         selection.words.append((key, text))
         group, _, rest = key.partition(".")
         if key in GROUPS:
@@ -89,7 +103,9 @@ def parse(overrides: Iterable[str]) -> Selection:
             selection.flags[rest] = values
         elif group in GROUPS and rest:
             if len(values) > 1:
-                raise ConfigError(f"override {text!r}: sweep a group or a flag, not a key inside {group}")
+                raise ConfigError(
+                    f"override {text!r}: sweep a group or a flag, not a key inside {group}"
+                )
             selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
             selection.added += [key] if override.is_add() else []
         else:
@@ -98,7 +114,9 @@ def parse(overrides: Iterable[str]) -> Selection:
 
 
 def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
-    names = [str(item) for value in values for item in (value if isinstance(value, list) else [value])]
+    names = [
+        str(item) for value in values for item in (value if isinstance(value, list) else [value])
+    ]
     if group == "hardware" and "auto" in names and len(names) > 1:
         raise ConfigError(f"override {text!r}: auto cannot be combined with other profiles")
     setattr(selection, group, list(dict.fromkeys(names)))
@@ -107,7 +125,9 @@ def _select(selection: Selection, group: str, values: list[Any], text: str) -> N
 def _numbers(values: list[Any], text: str) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"override {text!r}: {value!r} is not a number of ranks (1, 2, 4 ...)")
+            raise ConfigError(
+                f"override {text!r}: {value!r} is not a number of ranks (1, 2, 4 ...)"
+            )
     return list(dict.fromkeys(values))
 
 
@@ -117,7 +137,8 @@ def _plain(value: Any) -> Any:
 
 
 def override_text(key: str, value: Any) -> str:
-    """Write an override that can be pasted into a command line. Values of variables are written literally."""
+    """Write an override that can be pasted into a command line. Values of variables are written
+    literally."""
     if key.startswith("env."):
         return f"{key}={value}"
     if isinstance(value, list):
@@ -128,12 +149,21 @@ def override_text(key: str, value: Any) -> str:
 def _value_text(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
-    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    )
     return value if plain else quoted(value)
 
 
-def expand(what: str, patterns: Iterable[str], known: Collection[str], where: str = "") -> list[str]:
-    """Return the known names that match the patterns. Raise ConfigError for a pattern without a match."""
+def expand(
+    what: str, patterns: Iterable[str], known: Collection[str], where: str = ""
+) -> list[str]:
+    """Return the known names that match the patterns. Raise ConfigError for a pattern without a
+    match."""
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
@@ -158,16 +188,20 @@ class Block(Strict):
     @field_validator("*", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """Accept a list, one value, or names separated by commas; under ``flags`` a list or one value for each."""
+        """Accept a list, one value, or names separated by commas; under ``flags`` a list or one
+        value for each."""
         if isinstance(value, Mapping):
-            return {name: each if isinstance(each, list) else [each] for name, each in value.items()}
+            return {
+                name: each if isinstance(each, list) else [each] for name, each in value.items()
+            }
         if isinstance(value, str):
             return [part.strip() for part in value.split(",")]
         return [value] if isinstance(value, int) else value
 
 
 def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
-    """Return the selections of a named matrix, each with the command line's axes and flags; without one, the line's.
+    """Return the selections of a named matrix, each with the command line's axes and flags; without
+    one, the line's.
 
     Raise ConfigError that names the file, the block, the key and the nearest valid choice.
     """
@@ -181,9 +215,12 @@ def _block(name: str, raw: Any, line: Selection) -> Selection:
     except ValidationError as error:
         raise describe_validation(error, Block, source) from None
     axes = {axis: getattr(line if axis in line.given else block, axis) for axis in AXES}
-    # A model of the command line need not fit all cases that the block names: it narrows their models.
+    # A model of the command line need not fit all cases that the block names: it narrows their
+    # models.
     narrows = frozenset() if "case" in line.given else frozenset(line.given)
-    return replace(line, **axes, flags={**block.flags, **line.flags}, source=source, narrows=narrows, added=[])
+    return replace(
+        line, **axes, flags={**block.flags, **line.flags}, source=source, narrows=narrows, added=[]
+    )
 
 
 def _source(name: str) -> str:

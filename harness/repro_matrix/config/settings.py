@@ -42,11 +42,21 @@ class RunSettings(BaseModel):
     env: dict[str, str] = {}
 
 
-OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>", "+matrix")
+OVERRIDE_GROUPS = (
+    "case",
+    "model",
+    "strategy",
+    "ranks",
+    "stack",
+    "hardware",
+    "flags.<name>",
+    "+matrix",
+)
 
 
 def stored_run(conf: Path = CONF) -> RunSettings:
-    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid value."""
+    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid
+    value."""
     path = conf / "config.yaml"
     values = read_yaml(path)
     if values.pop("defaults", ["_self_"]) != ["_self_"]:
@@ -58,21 +68,34 @@ def stored_run(conf: Path = CONF) -> RunSettings:
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
-    """Compose conf/config.yaml with ``overrides``. Raise ConfigError for an unknown key or an invalid value."""
-    # The value of a variable is taken literally: Hydra would read true as a boolean and eth0,eth1 as a sweep.
-    env = {text[4:].partition("=")[0]: _unquoted(text.partition("=")[2]) for text in overrides if _is_env(text)}
+    """Compose conf/config.yaml with ``overrides``. Raise ConfigError for an unknown key or an
+    invalid value."""
+    # The value of a variable is taken literally: Hydra would read true as a boolean and eth0,eth1
+    # as a sweep.
+    env = {
+        text[4:].partition("=")[0]: _unquoted(text.partition("=")[2])
+        for text in overrides
+        if _is_env(text)
+    }
     overrides = [as_path(_as_list(text)) for text in overrides if not _is_env(text)]
     names = list(RunSettings.model_fields)
     for override in overrides:
         key = override.lstrip("+~").split("=", 1)[0]
         if override.startswith("matrix="):
-            raise ConfigError(f"override {override!r}: add a named matrix with a plus sign: +{override}")
+            raise ConfigError(
+                f"override {override!r}: add a named matrix with a plus sign: +{override}"
+            )
         if key.split(".")[0] not in names:
-            raise ConfigError(f"override {override!r}: unknown key {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}")
+            raise ConfigError(
+                f"override {override!r}: unknown key"
+                f" {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}"
+            )
     settings = _compose(overrides, conf_folders(conf))
     named = next((text for text in overrides if text.startswith("+matrix=")), None)
     if named and "matrix" in settings.matrix:
-        raise ConfigError(f"{named}: the file of a named matrix begins with the line '# @package _global_'")
+        raise ConfigError(
+            f"{named}: the file of a named matrix begins with the line '# @package _global_'"
+        )
     if named and not settings.matrix:  # it would select the whole catalogue
         raise ConfigError(f"{named}: it has no block. Add 'matrix:' with a name and axes below it.")
     settings.env |= env
@@ -92,7 +115,11 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
     from yaml import MarkedYAMLError
 
     conf, *more = folders
-    search_path = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in more)}]"] if more else []
+    search_path = (
+        [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in more)}]"]
+        if more
+        else []
+    )
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             composed = compose("config", overrides=[*overrides, *search_path])
@@ -109,16 +136,24 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error.__cause__ or error).splitlines()[:2])
-        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
+        raise ConfigError(
+            f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}"
+        ) from None
 
 
 def _source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
-    """Say where the value of a wrong setting comes from: the command line, a named matrix or conf/config.yaml."""
+    """Say where the value of a wrong setting comes from: the command line, a named matrix or
+    conf/config.yaml."""
     key, values = error.errors()[0]["loc"][0], dict(text.partition("=")[::2] for text in overrides)
     if key in {name.lstrip("+~").partition(".")[0] for name in values}:
         return "run settings"
     files = [folder / "matrix" / f"{values.get('+matrix')}.yaml" for folder in folders]
-    return str(next((path for path in files if path.is_file() and key in read_yaml(path)), folders[0] / "config.yaml"))
+    return str(
+        next(
+            (path for path in files if path.is_file() and key in read_yaml(path)),
+            folders[0] / "config.yaml",
+        )
+    )
 
 
 def quoted(value: str) -> str:
@@ -148,28 +183,71 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-# -- what of the user's environment a rank inherits: an allow-list. All else is no input of a measurement.
+# -- what of the user's environment a rank inherits: an allow-list. All else is no input of a
+# measurement.
 #
-# A verbosity hides the warning that a signature waits for, PYTHONOPTIMIZE removes the assertion, a debug level of
-# torch.distributed crashes DDP: each would be a false statement about upstream. What a person must be able to pass is a
-# setting (``env.NCCL_SOCKET_IFNAME=eth0``): it is recorded with the attempt, and part of the variant's fingerprint.
+# A verbosity hides the warning that a signature waits for, PYTHONOPTIMIZE removes the assertion, a
+# debug level of torch.distributed crashes DDP: each would be a false statement about upstream. What
+# a person must be able to pass is a setting (``env.NCCL_SOCKET_IFNAME=eth0``): it is recorded with
+# the attempt, and part of the variant's fingerprint.
 
 # Where programs, libraries and the user's own folders are, and how text is encoded.
 _PLACES = {
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "LD_LIBRARY_PATH", "XDG_CACHE_HOME",
-    "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "SYSTEMROOT",
-}  # fmt: skip
-# Which compiler makes an extension: torch compiles one again when its command line changed, inside the attempt.
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TERM",
+    "LD_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "NVIDIA_VISIBLE_DEVICES",
+    "NVIDIA_DRIVER_CAPABILITIES",
+    "SYSTEMROOT",
+}
+# Which compiler makes an extension: torch compiles one again when its command line changed, inside
+# the attempt.
 _TOOLCHAIN = {
-    "CC", "CXX", "CUDACXX", "CUDAHOSTCXX", "NVCC_CCBIN", "TORCH_CUDA_ARCH_LIST", "CPATH", "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CONDA_PREFIX",
-}  # fmt: skip
+    "CC",
+    "CXX",
+    "CUDACXX",
+    "CUDAHOSTCXX",
+    "NVCC_CCBIN",
+    "TORCH_CUDA_ARCH_LIST",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "CONDA_PREFIX",
+}
 # What it takes to reach the hub, and where real weights are kept: with ``weights=hub`` only.
 _HUB = {
-    "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN",
-    "HF_ENDPOINT", "HF_HUB_OFFLINE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR",
-    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
-}  # fmt: skip
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_TOKEN",
+    "HF_TOKEN_PATH",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "no_proxy",
+}
 # Set by the launch itself, for every attempt anew.
 _CONTRACT = re.compile(
     r"(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|CUDA_VISIBLE_DEVICES"
@@ -179,17 +257,31 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def inherited(hub: bool = False, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The part of ``given`` (default: this process's environment) that a process of a stack starts from."""
+    """The part of ``given`` (default: this process's environment) that a process of a stack starts
+    from."""
     names = _PLACES | _TOOLCHAIN | (_HUB if hub else set())
     environ = os.environ if given is None else given
-    return {name: value for name, value in environ.items() if name in names or name.startswith("LC_")}
+    return {
+        name: value for name, value in environ.items() if name in names or name.startswith("LC_")
+    }
 
 
 def building(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The same for a process that compiles extensions: compilers read more than ranks may."""
     environ = os.environ if given is None else given
-    flags = {"CFLAGS", "CXXFLAGS", "LDFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "MAX_JOBS", "TMPDIR"}
-    return {**inherited(given=environ), **{name: value for name, value in environ.items() if name in flags}}
+    flags = {
+        "CFLAGS",
+        "CXXFLAGS",
+        "LDFLAGS",
+        "NVCC_PREPEND_FLAGS",
+        "NVCC_APPEND_FLAGS",
+        "MAX_JOBS",
+        "TMPDIR",
+    }
+    return {
+        **inherited(given=environ),
+        **{name: value for name, value in environ.items() if name in flags},
+    }
 
 
 def set_by_launch(name: str) -> bool:
@@ -204,5 +296,8 @@ def refused(name: str) -> str | None:
     if _CONTRACT.fullmatch(name):
         return "the launch itself sets it for every attempt"
     if name in ("PYTHONPATH", "PYTHONHOME"):
-        return "what is imported is the stack's to say: stack=python:/path/to/python, stack=current+package@release"
+        return (
+            "what is imported is the stack's to say: stack=python:/path/to/python,"
+            " stack=current+package@release"
+        )
     return None

@@ -1,4 +1,5 @@
-"""Words that files in conf/ and stored results share, the packages known by name, and the base type of every file."""
+"""Words that files in conf/ and stored results share, the packages known by name, and the base type
+of every file."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ VerdictName = Literal[
     "PASSED",
     "FAILED",
 ]
-# What a variant is for: it shows the failure; is meant to cure it; is advice that is known not to help; isolates a
-# condition, and nobody claims that it helps.
+# What a variant is for: it shows the failure; is meant to cure it; is advice that is known not to
+# help; isolates a condition, and nobody claims that it helps.
 Role = Literal["unfixed", "fix", "non_fix", "probe"]
 Held = Literal["whole", "shard", "part"]
 CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
@@ -33,18 +34,28 @@ Capability = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]
 
 # Where the failures lie; releases of these are searched, and expectations hold over ranges of them.
 UPSTREAM = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
-# Trainers built upon them: a claim's condition or an error's place may name the first, a log's head both.
+# Trainers built upon them: a claim's condition or an error's place may name the first, a log's head
+# both.
 TRAINERS = ("trl", "ray")
 # What a document says of its stack; the label's key stands for all the rest.
 RELEVANT = (
-    "python", *UPSTREAM, "numpy", "safetensors", "tokenizers", "huggingface-hub", "datasets", "triton",
-)  # fmt: skip
+    "python",
+    *UPSTREAM,
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface-hub",
+    "datasets",
+    "triton",
+)
 # What people replace in a stack: what a misspelt name may have meant.
 REPLACED = (*UPSTREAM, "numpy", "tokenizers", "einops")
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, defer_build=True, protected_namespaces=()
+    )
 
 
 def _regex(value: str) -> str:

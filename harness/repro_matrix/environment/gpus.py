@@ -1,8 +1,9 @@
-"""GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors during a run.
+"""GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors
+during a run.
 
 ``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
-raise: what a GPU or driver does not report (no permission, not supported) counts as unknown, and a GPU of which NVML
-says nothing at all, or that it has failed or must be reset, is not usable.
+raise: what a GPU or driver does not report (no permission, not supported) counts as unknown, and a
+GPU of which NVML says nothing at all, or that it has failed or must be reset, is not usable.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 MIB = 2**20
-RUN_TOKEN = "REPRO_RUN"  # environment variable of every process that one run of the harness started (servers too)
+# environment variable of every process that one run of the harness started (servers too)
+RUN_TOKEN = "REPRO_RUN"
 STRANGER_MB = 64  # a process with less does not compute: a monitor, the server of a shared GPU
-# Used memory for which the driver names no process (a container does not see the others'); a desktop takes less.
+# Used memory for which the driver names no process (a container does not see the others'); a
+# desktop takes less.
 UNNAMED_MB = 1024
-# Errors of a program, after which the GPU is as good as before: NVIDIA's k8s-device-plugin ignores them, too.
+# Errors of a program, after which the GPU is as good as before: NVIDIA's k8s-device-plugin ignores
+# them, too.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 _MODES = {1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}  # NVML_COMPUTEMODE_*
 ANSWER_S = 20.0  # for one question to NVML
@@ -28,7 +32,8 @@ ANSWER_S = 20.0  # for one question to NVML
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "": unknown."""
+    """One GPU. ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "":
+    unknown."""
 
     index: int
     name: str
@@ -52,8 +57,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU. ``memory_mb`` None: unknown. ``name`` None: it cannot be inspected from here
-    (inside a container NVML gives the host's numbers). ``ours``: a run of this project started it."""
+    """A process that computes on a GPU. ``memory_mb`` None: unknown. ``name`` None: it cannot be
+    inspected from here (inside a container NVML gives the host's numbers). ``ours``: a run of this
+    project started it."""
 
     pid: int
     memory_mb: int | None
@@ -67,13 +73,17 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What may change during a run. Sizes in MiB; None, 0 or (): this GPU or driver does not report it."""
+    """What may change during a run. Sizes in MiB; None, 0 or (): this GPU or driver does not report
+    it."""
 
     free_mb: int | None = None
     used_mb: int = 0  # by all processes; without the driver's own part where it is reported
     processes: tuple[GpuProcess, ...] = ()
     ecc_uncorrected: int | None = None  # since the driver was loaded
-    problem: str | None = None  # why nothing may be launched on it: lost, MIG mode, to be reset, faulty memory, unknown
+    problem: str | None = (
+        # why nothing may be launched on it: lost, MIG mode, to be reset, faulty memory, unknown
+        None
+    )
 
     @property
     def others(self) -> tuple[GpuProcess, ...]:
@@ -88,25 +98,40 @@ def describe_unusable(gpus: Iterable[Gpu]) -> list[str]:
         reasons.setdefault((gpu.name, gpu.unusable), []).append(gpu)
     numbers = {key: ", ".join(str(gpu.index) for gpu in same) for key, same in reasons.items()}
     return [
-        str(same[0]) if len(same) == 1 else f"GPUs {numbers[name, why]} ({len(same)} x {name or 'unknown'}): {why}"
+        (
+            str(same[0])
+            if len(same) == 1
+            else f"GPUs {numbers[name, why]} ({len(same)} x {name or 'unknown'}): {why}"
+        )
         for (name, why), same in reasons.items()
     ]
 
 
 def describe_gpu(gpu: Gpu, state: GpuState) -> str:
     free = "?" if state.free_mb is None else state.free_mb
-    ecc = "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors"
+    ecc = (
+        "no ECC"
+        if state.ecc_uncorrected is None
+        else f"{state.ecc_uncorrected} uncorrected ECC errors"
+    )
     return (
-        f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {free} of {gpu.memory_mb} MiB free, compute capability "
-        f"{gpu.capability or '?'}, mode {gpu.mode}, {ecc}" + (f", NOT USABLE: {state.problem}" if state.problem else "")
+        f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {free} of {gpu.memory_mb} MiB free, compute"
+        f" capability {gpu.capability or '?'}, mode {gpu.mode}, {ecc}"
+        + (f", NOT USABLE: {state.problem}" if state.problem else "")
     )
 
 
 def stranger(state: GpuState) -> str | None:
     """Describe who computes on a GPU that no run has locked; None: it is free."""
-    named = [each for each in state.processes if each.memory_mb is None or each.memory_mb >= STRANGER_MB]
+    named = [
+        each for each in state.processes if each.memory_mb is None or each.memory_mb >= STRANGER_MB
+    ]
     unnamed = _used_by_unnamed(state)
-    texts = [f"{unnamed} MiB by processes that the driver does not name"] if unnamed > UNNAMED_MB else []
+    texts = (
+        [f"{unnamed} MiB by processes that the driver does not name"]
+        if unnamed > UNNAMED_MB
+        else []
+    )
     return ", ".join([*map(str, named), *texts]) or None
 
 
@@ -119,7 +144,9 @@ def _used_by_unnamed(state: GpuState) -> int:
 def other_user(state: GpuState) -> str | None:
     """Describe which processes compute on a GPU besides the runs of this project; None: none do."""
     others = sum(each.memory_mb or 0 for each in state.others)
-    return stranger(replace(state, processes=state.others, used_mb=_used_by_unnamed(state) + others))
+    return stranger(
+        replace(state, processes=state.others, used_mb=_used_by_unnamed(state) + others)
+    )
 
 
 # -- the driver
@@ -144,7 +171,8 @@ def open_driver() -> Pynvml:
 
 
 class Pynvml:
-    """The questions to NVML. Raises DriverError; an unsupported question gives None or the default."""
+    """The questions to NVML. Raises DriverError; an unsupported question gives None or the
+    default."""
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
@@ -153,7 +181,8 @@ class Pynvml:
         self._ask("nvmlInit")
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Ask in a thread, because a faulty driver may never answer; nothing is asked after that."""
+        """Ask in a thread, because a faulty driver may never answer; nothing is asked after
+        that."""
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -167,8 +196,8 @@ class Pynvml:
             self._hangs = not wait([answer], ANSWER_S).done
         if self._hangs:
             raise DriverError(
-                f"NVML does not answer within {ANSWER_S:g} s: see whether nvidia-smi hangs, too, and reset the GPUs or "
-                "reboot the machine"
+                f"NVML does not answer within {ANSWER_S:g} s: see whether nvidia-smi hangs, too,"
+                " and reset the GPUs or reboot the machine"
             )
         return answer.result()
 
@@ -178,17 +207,22 @@ class Pynvml:
         except self.lib.NVMLError as error:
             text = f"NVML: {str(error).rstrip('.')}"
             if error.value == getattr(self.lib, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", None):
-                text = f"driver/library version mismatch ({text}): the driver was updated, and the old one is still "
+                text = (
+                    f"driver/library version mismatch ({text}): the driver was updated, and the old"
+                    " one is still "
+                )
                 text += "loaded. Reload its kernel modules, or reboot"
             raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
-        """Return the answer; None where this GPU or driver gives none (most questions may be refused)."""
+        """Return the answer; None where this GPU or driver gives none (most questions may be
+        refused)."""
         try:
             return self._call(name, *args, **options)
         except DriverError:
             raise
-        except Exception:  # noqa: BLE001 - an NVMLError; an old nvidia-ml-py lacks a function or its argument
+        # An NVMLError; an old nvidia-ml-py lacks a function or its argument.
+        except Exception:  # noqa: BLE001
             return None
 
     def versions(self) -> tuple[str, str | None]:
@@ -206,11 +240,15 @@ class Pynvml:
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle).total // MIB
         capability = self._optional("nvmlDeviceGetCudaComputeCapability", handle)
         mode = _MODES.get(self._optional("nvmlDeviceGetComputeMode", handle), "default")
-        return Gpu(index, name, uuid, memory, ".".join(map(str, capability)) if capability else None, mode)
+        return Gpu(
+            index, name, uuid, memory, ".".join(map(str, capability)) if capability else None, mode
+        )
 
     def state(self, uuid: str) -> GpuState:
         lib, handle = self.lib, self._ask("nvmlDeviceGetHandleByUUID", uuid)
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fell off the bus fails here
+        memory = self._ask(
+            "nvmlDeviceGetMemoryInfo", handle
+        )  # a GPU that fell off the bus fails here
         # Version 2 of the call leaves out what the driver takes for itself (half a GiB on an H100).
         version = getattr(lib, "nvmlMemory_v2", None)
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=version) or memory
@@ -218,28 +256,48 @@ class Pynvml:
         used = [(each.pid, getattr(each, "usedGpuMemory", None)) for each in running]
         kind, since = lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
         ecc = self._optional("nvmlDeviceGetTotalEccErrors", handle, kind, since)
-        processes = tuple(GpuProcess(pid, None if size is None else size // MIB) for pid, size in used)
-        return GpuState(memory.free // MIB, memory.used // MIB, processes, ecc, self._problem(handle))
+        processes = tuple(
+            GpuProcess(pid, None if size is None else size // MIB) for pid, size in used
+        )
+        return GpuState(
+            memory.free // MIB, memory.used // MIB, processes, ecc, self._problem(handle)
+        )
 
     def _problem(self, handle: Any) -> str | None:
         if (self._optional("nvmlDeviceGetMigMode", handle) or [0])[0]:
-            why = "it is in MIG mode, and its MIG instances are left out, because measurements need whole GPUs"
+            why = (
+                "it is in MIG mode, and its MIG instances are left out, because measurements need"
+                " whole GPUs"
+            )
             return f"{why}: nvidia-smi -mig 0 ends it"
-        action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)  # drivers from r570 on
-        values = self._optional("nvmlDeviceGetFieldValues", handle, [action]) if action is not None else None
+        action = getattr(
+            self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None
+        )  # drivers from r570 on
+        values = (
+            self._optional("nvmlDeviceGetFieldValues", handle, [action])
+            if action is not None
+            else None
+        )
         if values and values[0].nvmlReturn == 0 and values[0].value.uiVal:
-            return f"NVML asks for recovery action {values[0].value.uiVal}: reset the GPU or reboot the machine"
+            return (
+                f"NVML asks for recovery action {values[0].value.uiVal}: reset the GPU or reboot"
+                " the machine"
+            )
         rows = self._optional("nvmlDeviceGetRemappedRows", handle)
         return "its memory has faulty rows that could not be replaced" if rows and rows[3] else None
 
     def watch_errors(self, uuids: Iterable[str]) -> None:
         self._events = self._optional("nvmlEventSetCreate")
         for uuid in uuids if self._events is not None else ():
-            handle, kind = self._optional("nvmlDeviceGetHandleByUUID", uuid), self.lib.nvmlEventTypeXidCriticalError
+            handle, kind = (
+                self._optional("nvmlDeviceGetHandleByUUID", uuid),
+                self.lib.nvmlEventTypeXidCriticalError,
+            )
             self._optional("nvmlDeviceRegisterEvents", handle, kind, self._events)
 
     def next_error(self) -> tuple[str, int] | None:
-        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is reported once."""
+        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is
+        reported once."""
         if self._events is None:
             return None
         try:
@@ -262,7 +320,8 @@ class Pynvml:
 
 
 def query() -> tuple[tuple[Gpu, ...], str, str | None]:
-    """Return all GPUs by NVML's index, the driver's version, and the newest CUDA that it supports. Raises DriverError.
+    """Return all GPUs by NVML's index, the driver's version, and the newest CUDA that it supports.
+    Raises DriverError.
 
     CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
     with contextlib.closing(open_driver()) as driver:
@@ -287,7 +346,9 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
     elif not reason and gpu.mode.startswith("exclusive") and state.others:
         reason = f"its compute mode is {gpu.mode} and {state.others[0]} holds it"
     # CUDA leaves out a GPU that is lost or in MIG mode, and NVML counts it.
-    return replace(gpu, busy=other_user(state) is not None, unusable=reason, by_uuid=state.problem is not None)
+    return replace(
+        gpu, busy=other_user(state) is not None, unusable=reason, by_uuid=state.problem is not None
+    )
 
 
 def _state(driver: Pynvml, uuid: str) -> GpuState:
@@ -326,10 +387,14 @@ class Nvml:
     def __init__(self, gpus: Iterable[str]) -> None:
         self.gpus = list(gpus)
         self._driver: Pynvml | None = None
-        self._unwatched: str | None = None  # why NVML could not be opened: nothing may run on GPUs then
+        self._unwatched: str | None = (
+            None  # why NVML could not be opened: nothing may run on GPUs then
+        )
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
-        self.program_errors: dict[str, set[int]] = {}  # uuid -> Xids of APPLICATION_XIDS, until they are taken
+        self.program_errors: dict[
+            str, set[int]
+        ] = {}  # uuid -> Xids of APPLICATION_XIDS, until they are taken
 
     def __enter__(self) -> Nvml:
         if self.gpus:
@@ -366,5 +431,7 @@ class Nvml:
                 else:
                     self._failed[error[0]] = f"Xid {error[1]}"
         except DriverError:
-            return self._failed | {uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)}
+            return self._failed | {
+                uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)
+            }
         return dict(self._failed)

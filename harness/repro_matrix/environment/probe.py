@@ -24,32 +24,51 @@ from repro_matrix.text import log
 
 SCRIPT = PACKAGE / "launch" / "worker" / "device_probe.py"
 IMPORT_S = 240.0  # of torch or another package, from a cold network disk: slow, and no hang
-DEVICE_S, PAIR_S = 15.0, 8.0  # for each step on a GPU, and for two ranks of NCCL that both have their GPU
+DEVICE_S, PAIR_S = (
+    15.0,
+    8.0,
+)  # for each step on a GPU, and for two ranks of NCCL that both have their GPU
 NEWS_S = 10.0  # between two lines about a step that takes long
 RECORDED = ("torch", "cuda", "arch_list", "nccl_version")
 Json = dict[str, Any]
 
 _HINTS = {
-    "system not yet initialized": "machines with NVSwitch need nvidia-fabricmanager to run, in the driver's version",
-    "busy or unavailable": "another process holds the GPU, or its compute mode forbids it (nvidia-smi -q -d COMPUTE)",
+    "system not yet initialized": (
+        "machines with NVSwitch need nvidia-fabricmanager to run, in the driver's version"
+    ),
+    "busy or unavailable": (
+        "another process holds the GPU, or its compute mode forbids it (nvidia-smi -q -d COMPUTE)"
+    ),
     "No CUDA GPUs are available": "in a container, the devices have to be passed in, too",
-    "was not done after": "a GPU does not answer: `nvidia-smi` shows which, and CUDA_VISIBLE_DEVICES can leave it out. "
-    "Without persistence mode (nvidia-smi -pm 1) the driver takes seconds to start each GPU for its first program",
+    "was not done after": (
+        "a GPU does not answer: `nvidia-smi` shows which, and CUDA_VISIBLE_DEVICES can leave it"
+        " out. Without persistence mode (nvidia-smi -pm 1) the driver takes seconds to start each"
+        " GPU for its first program"
+    ),
 }
-# Such a signal says nothing about the GPUs. The others are errors of the process itself (SIGSEGV, SIGABRT).
+# Such a signal says nothing about the GPUs. The others are errors of the process itself (SIGSEGV,
+# SIGABRT).
 _FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU}
 _WRAPPER = "a program that wraps python, or a package that prints when it is imported"
-_OTHER_BUILD = ("driver on your system is too old", "no kernel image")  # errors that another build of torch avoids
+_OTHER_BUILD = (
+    "driver on your system is too old",
+    "no kernel image",
+)  # errors that another build of torch avoids
 
 
 def ask(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> Json:
-    """Run the probe in the stack; return its lines as one mapping, with ``failed`` where it did not finish.
+    """Run the probe in the stack; return its lines as one mapping, with ``failed`` where it did not
+    finish.
 
-    ``devices``: indices of the GPUs to compute on; None: the CPU. ``env``: what ranks of the stack get.
+    ``devices``: indices of the GPUs to compute on; None: the CPU. ``env``: what ranks of the stack
+    get.
     """
     with _folder() as folder:
         argument = "cpu" if devices is None else ",".join(map(str, devices))
-        return {**_run(stack, folder, [[argument]], [env])[0], "asked": [] if devices is None else list(devices)}
+        return {
+            **_run(stack, folder, [[argument]], [env])[0],
+            "asked": [] if devices is None else list(devices),
+        }
 
 
 def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str]) -> Json:
@@ -58,11 +77,16 @@ def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str]) -> Js
     ``pair``: what went wrong. ``without_p2p``: whether it works with NCCL_P2P_DISABLE=1.
     """
     if len(devices) == 1:
-        shared = _all_reduce(stack, [*devices, *devices], [{**env, **host_of_its_own(rank)} for rank in (0, 1)])
+        shared = _all_reduce(
+            stack, [*devices, *devices], [{**env, **host_of_its_own(rank)} for rank in (0, 1)]
+        )
         return {"pair": shared, "shared": True} if shared else {}
     if (problem := _all_reduce(stack, devices, [env] * 2)) is None:
         return {}
-    return {"pair": problem, "without_p2p": _all_reduce(stack, devices, [{**env, "NCCL_P2P_DISABLE": "1"}] * 2) is None}
+    return {
+        "pair": problem,
+        "without_p2p": _all_reduce(stack, devices, [{**env, "NCCL_P2P_DISABLE": "1"}] * 2) is None,
+    }
 
 
 def pairs_of(devices: Sequence[int]) -> list[list[int]]:
@@ -72,21 +96,32 @@ def pairs_of(devices: Sequence[int]) -> list[list[int]]:
 
 
 def merge_pairs(answers: Sequence[tuple[Sequence[int], Json]]) -> Json:
-    """Return the answer of ``ask_pair`` for those that failed, with their devices (``pairs``); {} where all work."""
+    """Return the answer of ``ask_pair`` for those that failed, with their devices (``pairs``); {}
+    where all work."""
     failed = [(devices, answer) for devices, answer in answers if answer]
     if not failed:
         return {}
     without_p2p = all(answer.get("without_p2p") for _, answer in failed)
-    return {**failed[0][1], "without_p2p": without_p2p, "pairs": [[*devices] for devices, _ in failed]}
+    return {
+        **failed[0][1],
+        "without_p2p": without_p2p,
+        "pairs": [[*devices] for devices, _ in failed],
+    }
 
 
-def _all_reduce(stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]) -> str | None:
+def _all_reduce(
+    stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]
+) -> str | None:
     """Return what went wrong, or None."""
     with _folder() as folder:
-        ranks = [["rank", str(rank), str(folder), str(device)] for rank, device in enumerate(devices)]
+        ranks = [
+            ["rank", str(rank), str(folder), str(device)] for rank, device in enumerate(devices)
+        ]
         answers = _run(stack, folder, ranks, envs)
     problems = [str(answer["error"]) for answer in answers if answer.get("error")]
-    failed = [answer for answer in answers if answer.get("failed") and not problems]  # else ended for it
+    failed = [
+        answer for answer in answers if answer.get("failed") and not problems
+    ]  # else ended for it
     problems += [f"a rank {answer['failed']}" for answer in failed if not answer.get("hangs")]
     problems += [f"it hangs (at: {answer.get('stage')}, {answer['failed']})" for answer in failed]
     return next(iter(problems), None)
@@ -106,8 +141,9 @@ def _limit(stage: str | None) -> float:
 def _run(
     stack: Stack, folder: str, arguments: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]]
 ) -> list[Json]:
-    """Run one process of the probe for each ``arguments``, until all have ended, one has an error, or none goes on to
-    its next step in time; return what each said, with ``failed`` where it did not finish, and ``hangs``."""
+    """Run one process of the probe for each ``arguments``, until all have ended, one has an error,
+    or none goes on to its next step in time; return what each said, with ``failed`` where it did
+    not finish, and ``hangs``."""
     logs = [Path(folder) / f"{number}.log" for number in range(len(arguments))]
     running: list[subprocess.Popen[bytes]] = []
     stages: list[str | None] = []
@@ -118,7 +154,9 @@ def _run(
             out = opened.enter_context(open(path, "wb"))
             try:
                 command = [stack.python, str(SCRIPT), *words]
-                running.append(opened.enter_context(subprocess.Popen(command, stdout=out, stderr=out, env=env)))
+                running.append(
+                    opened.enter_context(subprocess.Popen(command, stdout=out, stderr=out, env=env))
+                )
             except OSError as error:
                 return [{"failed": f"could not be started: {error}"} for _ in arguments]
             opened.callback(running[-1].kill)
@@ -129,28 +167,43 @@ def _run(
             now = time.monotonic()
             if (at := [answer.get("stage") for answer in answers]) != stages:
                 stages, since = at, now
-            limit = max(_limit(at[number]) for number in alive)  # a rank may wait for one that is slower
+            limit = max(
+                _limit(at[number]) for number in alive
+            )  # a rank may wait for one that is slower
             if now - since > limit:
                 late = f"was not done after {limit:g} s"
                 break
-            if len(running) == 1 and now - max(since, said) > NEWS_S:  # the ranks of pairs would say the same
-                log(f"stack {stack.name}: {at[alive[0]] or 'starting python'} has taken {now - since:.0f} s so far")
+            if (
+                len(running) == 1 and now - max(since, said) > NEWS_S
+            ):  # the ranks of pairs would say the same
+                log(
+                    f"stack {stack.name}: {at[alive[0]] or 'starting python'} has taken"
+                    f" {now - since:.0f} s so far"
+                )
                 said = now
             time.sleep(0.05)
     return [_ended(path.read_bytes(), process, late) for path, process in zip(logs, running)]
 
 
 def _ended(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
-    """Return what a process of the probe said, and why it did not finish. ``late``: why it was ended."""
+    """Return what a process of the probe said, and why it did not finish. ``late``: why it was
+    ended."""
     answer = parse_output(output)
     if answer.get("stage") == "done" or answer.keys() & {"error", "import_error", "init_error"}:
         return answer
     if late and process.returncode == -signal.SIGKILL:
         return answer | {"failed": late, "hangs": True}
-    last = [line for line in output.decode(errors="replace").splitlines() if line.strip() and line[0] != "{"][-1:]
+    last = [
+        line
+        for line in output.decode(errors="replace").splitlines()
+        if line.strip() and line[0] != "{"
+    ][-1:]
     how = f"ended with exit code {process.returncode}"
     if process.returncode < 0:
-        how = f"was ended by {(ended_by := signal.Signals(-process.returncode)).name} (signal {ended_by.value})"
+        how = (
+            f"was ended by {(ended_by := signal.Signals(-process.returncode)).name} (signal"
+            f" {ended_by.value})"
+        )
         answer |= {"stopped": True} if ended_by in _FROM_OUTSIDE else {}
     return answer | {"failed": ": ".join([how, *last])[:400]}
 
@@ -170,15 +223,23 @@ def parse_output(output: bytes) -> Json:
 
 
 def record(answer: Mapping[str, Any]) -> Json:
-    """Return what results keep: what a measurement can depend on, and nothing that differs from run to run."""
-    devices = [{key: device.get(key) for key in ("name", "capability")} for device in answer.get("devices", ())]
+    """Return what results keep: what a measurement can depend on, and nothing that differs from run
+    to run."""
+    devices = [
+        {key: device.get(key) for key in ("name", "capability")}
+        for device in answer.get("devices", ())
+    ]
     failed = {"imports": answer["imports"]} if answer.get("imports") else {}
     return {**{name: answer.get(name) for name in RECORDED}, "devices": devices, **failed}
 
 
 def describe(answer: Mapping[str, Any], gpus: int) -> str:
     """Describe torch and its build, and on how many of the ``gpus`` that NVML shows it computes."""
-    parts = [("CUDA", answer.get("cuda")), ("HIP", answer.get("hip")), ("NCCL", answer.get("nccl_version"))]
+    parts = [
+        ("CUDA", answer.get("cuda")),
+        ("HIP", answer.get("hip")),
+        ("NCCL", answer.get("nccl_version")),
+    ]
     built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
     devices = answer["devices"] if answer.get("asked") else []
     working = sum(bool(one.get("touched")) and not one.get("error") for one in devices)
@@ -191,23 +252,34 @@ def import_notes(answer: Mapping[str, Any]) -> list[str]:
     """Return a line for each package that does not import where a GPU is visible."""
     remedy = "set CUDA_HOME to a CUDA toolkit that has nvcc, or install a newer release of it"
     return [
-        f"{name} does not import with a GPU visible, and cells that need it are skipped on GPUs ({error}): {remedy}"
+        f"{name} does not import with a GPU visible, and cells that need it are skipped on GPUs"
+        f" ({error}): {remedy}"
         for name, error in (answer.get("imports") or {}).items()
     ]
 
 
 def untested(answer: Mapping[str, Any], profile: Profile) -> list[str]:
-    """Name the GPUs on which nothing was computed: another run has locked them, or their memory is in use."""
-    names = [str(gpu.index) for number, gpu in enumerate(profile.gpus) if number not in answer["asked"]]
-    why = "another run of this project holds it, or it has less than 1 GiB free: repeat `repro doctor` when it is free"
+    """Name the GPUs on which nothing was computed: another run has locked them, or their memory is
+    in use."""
+    names = [
+        str(gpu.index) for number, gpu in enumerate(profile.gpus) if number not in answer["asked"]
+    ]
+    why = (
+        "another run of this project holds it, or it has less than 1 GiB free: repeat `repro"
+        " doctor` when it is free"
+    )
     return [f"GPU {', '.join(names)} not tested: {why}"] if names else []
 
 
-def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine) -> str | None:
-    """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can. On the CPU: why it does
-    not import."""
+def problem(
+    answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine
+) -> str | None:
+    """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can. On
+    the CPU: why it does not import."""
     if profile.accelerator == "cpu":
-        error = answer.get("import_error") or (answer.get("failed") and f"the probe {answer['failed']}")
+        error = answer.get("import_error") or (
+            answer.get("failed") and f"the probe {answer['failed']}"
+        )
         return f"torch does not import in stack {stack.name}: {error}" if error else None
     diagnosis = problem_of_torch(answer, profile)
     if diagnosis is None:
@@ -218,17 +290,24 @@ def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: 
     seen = f"NVML sees {count_names(profile.gpus)} (driver {machine.driver}{newest}), and"
     if answer.get("stopped"):
         remedy = "Repeat it; if it happens again, look for a time limit or for memory that ran out"
-        return f"{seen} it is unknown whether torch of stack {stack.name} can use them: {reason}. {remedy}"
+        return (
+            f"{seen} it is unknown whether torch of stack {stack.name} can use them: {reason}."
+            f" {remedy}"
+        )
     lines = [
-        f"{seen} torch {torch} (CUDA {answer.get('cuda') or 'none'}) of stack {stack.name} cannot use them: {reason}"
+        f"{seen} torch {torch} (CUDA {answer.get('cuda') or 'none'}) of stack {stack.name} cannot"
+        f" use them: {reason}"
     ]
-    hints = [] if answer.get("pair") else [hint for words, hint in _HINTS.items() if words in reason]
+    hints = (
+        [] if answer.get("pair") else [hint for words, hint in _HINTS.items() if words in reason]
+    )
     lines += hints[:1]  # the reason of a pair has its own
     if other_build_helps:
         release = f"=={torch.partition('+')[0]}" if torch else ""
         lines.append(
-            "install a build that fits the driver: `uv pip install --reinstall-package torch --torch-backend=auto "
-            f"--python {stack.python} torch{release}` (or another release of torch)"
+            "install a build that fits the driver: `uv pip install --reinstall-package torch"
+            f" --torch-backend=auto --python {stack.python} torch{release}` (or another release of"
+            " torch)"
         )
     return ";\n  ".join([*lines, "hardware=cpu runs with gloo anyway"])
 
@@ -246,40 +325,76 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
     devices = answer["devices"]
     if not answer.get("gpus") == len(devices) == len(profile.gpus):
         fewer = f"it sees {answer.get('gpus')} of {len(profile.gpus)} GPUs"
-        remedy = "a container was given fewer than NVML shows: pass all in, or list its own in CUDA_VISIBLE_DEVICES"
+        remedy = (
+            "a container was given fewer than NVML shows: pass all in, or list its own in"
+            " CUDA_VISIBLE_DEVICES"
+        )
         return f"{fewer} ({remedy})", False
     indices = [device.get("index", number) for number, device in enumerate(devices)]
     if indices != list(range(len(devices))):
-        return f"the probe reports devices {indices} instead of 0 to {len(devices) - 1} (look for {_WRAPPER})", False
+        return (
+            (
+                f"the probe reports devices {indices} instead of 0 to {len(devices) - 1} (look for"
+                f" {_WRAPPER})"
+            ),
+            False,
+        )
     for number, (gpu, device) in enumerate(zip(profile.gpus, devices)):
         if device.get("error"):
-            more = "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""
+            more = (
+                "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""
+            )
             other_build_helps = any(text in device["error"] for text in _OTHER_BUILD)
             return f"GPU {gpu.index} ({gpu.uuid}): {device['error']}{more}", other_build_helps
         name, capability = str(device.get("name") or ""), device.get("capability")
         uuid = str(device.get("uuid") or "")
-        pairs = [(capability, gpu.capability), *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]]]
+        pairs = [
+            (capability, gpu.capability),
+            *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]],
+        ]
         pairs += [(uuid.removeprefix("GPU-"), gpu.uuid.removeprefix("GPU-"))]
-        if any(one and other and one != other for one, other in pairs):  # another order: other GPUs than the locked
+        if any(
+            one and other and one != other for one, other in pairs
+        ):  # another order: other GPUs than the locked
             sees = f"it sees {name} (compute capability {capability}, {uuid or 'UUID unknown'})"
             have = f"{gpu.name} ({gpu.capability}, {gpu.uuid})"
             return f"{sees}, where NVML has GPU {gpu.index}: {have}", False
         if number in answer.get("asked", ()) and not device.get("touched"):
-            return f"nothing was computed on GPU {gpu.index}, which is free (look for {_WRAPPER})", False
+            return (
+                f"nothing was computed on GPU {gpu.index}, which is free (look for {_WRAPPER})",
+                False,
+            )
     if profile.backend == "nccl" and not answer.get("nccl"):
         return "it was built without NCCL", True
     if answer.get("pair"):
-        numbers = [" and ".join(str(profile.gpus[device].index) for device in pair) for pair in answer["pairs"]]
+        numbers = [
+            " and ".join(str(profile.gpus[device].index) for device in pair)
+            for pair in answer["pairs"]
+        ]
         first, *others = [f"GPUs {text}" if " " in text else f"GPU {text}" for text in numbers]
         also = f" (and on {', '.join(others)})" if others else ""
-        return f"an all-reduce of two ranks with NCCL on {first}{also} fails: {answer['pair']}{_detour(answer)}", False
+        return (
+            (
+                f"an all-reduce of two ranks with NCCL on {first}{also} fails:"
+                f" {answer['pair']}{_detour(answer)}"
+            ),
+            False,
+        )
     return None
 
 
 def _detour(answer: Mapping[str, Any]) -> str:
     """Return what to do about a failed pair."""
     if answer.get("shared"):
-        return "; this NCCL does not let two ranks share a GPU: hardware=gpu1-shared uses gloo instead"
+        return (
+            "; this NCCL does not let two ranks share a GPU: hardware=gpu1-shared uses gloo instead"
+        )
     if answer["without_p2p"]:
-        return "; direct copies between these GPUs are broken, and it works without them: add env.NCCL_P2P_DISABLE=1"
-    return "; NCCL_P2P_DISABLE=1 does not help: NCCL_DEBUG=INFO with any program under torchrun shows where it stops"
+        return (
+            "; direct copies between these GPUs are broken, and it works without them: add"
+            " env.NCCL_P2P_DISABLE=1"
+        )
+    return (
+        "; NCCL_P2P_DISABLE=1 does not help: NCCL_DEBUG=INFO with any program under torchrun shows"
+        " where it stops"
+    )

@@ -1,8 +1,8 @@
 """Read a user's lock files, and turn two of them into stacks that can be installed here.
 
-A lock file is a requirements file with pins (``pip freeze``, ``pip list --format=freeze``, ``uv export``, ``poetry
-export``) or a project's uv.lock. A package from a clone, a folder or a URL has no release; it is an error only where
-two files differ in it.
+A lock file is a requirements file with pins (``pip freeze``, ``pip list --format=freeze``, ``uv
+export``, ``poetry export``) or a project's uv.lock. A package from a clone, a folder or a URL has
+no release; it is an error only where two files differ in it.
 """
 
 from __future__ import annotations
@@ -60,17 +60,23 @@ def parse(text: str, path: str) -> Lockfile:
             if requirement.url:
                 unreleased[name] = line
             elif not version:
-                raise ConfigError(f"{where} is not one release. Write NAME==VERSION, as pip freeze does.")
+                raise ConfigError(
+                    f"{where} is not one release. Write NAME==VERSION, as pip freeze does."
+                )
             elif Version(pins.setdefault(name, version)) != Version(version):
-                raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
+                raise ConfigError(
+                    f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of"
+                    " them."
+                )
     if not pins and not unreleased:
         raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
     return Lockfile(path, pins, unreleased)
 
 
 def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirement | None]]:
-    """Yield of each line that installs something its place, itself, what it installs, and that as a requirement: None
-    of a clone, a folder or a URL. Raises ConfigError that names a line that is neither."""
+    """Yield of each line that installs something its place, itself, what it installs, and that as a
+    requirement: None of a clone, a folder or a URL. Raises ConfigError that names a line that is
+    neither."""
     for number, raw in enumerate(text.splitlines(), 1):
         line = locks.without_options(raw)
         where = f"{path}:{number}: {line!r}"
@@ -87,33 +93,46 @@ def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirem
 
 
 def compared(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
-    """Return the packages in which they differ: name -> (good, bad), "" where it is absent. Raises ConfigError."""
+    """Return the packages in which they differ: name -> (good, bad), "" where it is absent. Raises
+    ConfigError."""
     for name in sorted({*good.unreleased, *bad.unreleased}):
-        one, other = (each.unreleased.get(name, each.pins.get(name, "absent")) for each in (good, bad))
+        one, other = (
+            each.unreleased.get(name, each.pins.get(name, "absent")) for each in (good, bad)
+        )
         if one != other:
             raise ConfigError(
-                f"{name} is not a release of an index ({good.path}: {one}; {bad.path}: {other}). Write NAME==VERSION "
-                "in both, or give the environments: python:PATH."
+                f"{name} is not a release of an index ({good.path}: {one}; {bad.path}: {other})."
+                " Write NAME==VERSION in both, or give the environments: python:PATH."
             )
-    names = sorted(name for name in {*good.pins, *bad.pins} if good.pins.get(name) != bad.pins.get(name))
+    names = sorted(
+        name for name in {*good.pins, *bad.pins} if good.pins.get(name) != bad.pins.get(name)
+    )
     if not names:
-        raise ConfigError(f"{good.path} and {bad.path} name the same versions. Give two that differ.")
+        raise ConfigError(
+            f"{good.path} and {bad.path} name the same versions. Give two that differ."
+        )
     return {name: (good.pins.get(name, ""), bad.pins.get(name, "")) for name in names}
 
 
 def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
-    """Return the good stack, the bad one, and notes for the report. Names of stacks stay as they are."""
+    """Return the good stack, the bad one, and notes for the report. Names of stacks stay as they
+    are."""
     if any(text.startswith("python:") or not Path(text).is_file() for text in (good, bad)):
         return good, bad, []
     one, other = read(Path(good)), read(Path(bad))
     differing = compared(one, other)
-    changes = ", ".join(f"{name} {pair[0] or 'absent'} -> {pair[1] or 'absent'}" for name, pair in differing.items())
+    changes = ", ".join(
+        f"{name} {pair[0] or 'absent'} -> {pair[1] or 'absent'}" for name, pair in differing.items()
+    )
     notes = [f"{good} and {bad} differ in {counted(len(differing), 'package')}: {changes}."]
     overlaid = _overlays(one, other)
     if overlaid is not None:
         base = overlaid[0].partition("+")[0]
         what = "the project's environment" if base == "current" else f"the stack {base}"
-        return *overlaid, [*notes, f"Both were installed on top of {what}, whose other packages stay."]
+        return *overlaid, [
+            *notes,
+            f"Both were installed on top of {what}, whose other packages stay.",
+        ]
     built = []
     for lockfile in (one, other):
         text = "".join(f"{name}=={version}\n" for name, version in sorted(lockfile.pins.items()))
@@ -126,7 +145,11 @@ def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
     """Return both as overlays of the first stack that is here and on which both are possible."""
     # A file that names no torch does not say which stack it means.
     names_torch = "torch" in one.pins and "torch" in other.pins
-    built = [item.name for item in stacks.defined_stacks() if item.state == "built"] if names_torch else []
+    built = (
+        [item.name for item in stacks.defined_stacks() if item.state == "built"]
+        if names_torch
+        else []
+    )
     for base in ["current", *built]:
         try:
             versions = stacks.resolve(base).versions
@@ -138,13 +161,21 @@ def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
     return None
 
 
-def overlay_of(lockfile: Lockfile, base: str, versions: Mapping[str, str], other: Lockfile) -> str | None:
-    """Return the stack ``base``, which has ``versions``, with what the file has otherwise installed on top of it.
+def overlay_of(
+    lockfile: Lockfile, base: str, versions: Mapping[str, str], other: Lockfile
+) -> str | None:
+    """Return the stack ``base``, which has ``versions``, with what the file has otherwise installed
+    on top of it.
 
-    None where that is not possible: another torch, too many packages, or one that would have to be removed.
+    None where that is not possible: another torch, too many packages, or one that would have to be
+    removed.
     """
     torch = versions.get("torch", "")
-    pins = {**lockfile.pins, "torch": torch} if lockfile.pins.get("torch") == torch.partition("+")[0] else lockfile.pins
+    pins = (
+        {**lockfile.pins, "torch": torch}
+        if lockfile.pins.get("torch") == torch.partition("+")[0]
+        else lockfile.pins
+    )
 
     def comes_with_torch(name: str) -> bool:
         """nvidia-..., triton: another build of the same torch serves."""
@@ -152,7 +183,11 @@ def overlay_of(lockfile: Lockfile, base: str, versions: Mapping[str, str], other
 
     changed = {name: version for name, version in pins.items() if version != versions.get(name)}
     changed = {name: version for name, version in changed.items() if not comes_with_torch(name)}
-    extra = [name for name in other.pins if name in versions and name not in pins and not comes_with_torch(name)]
+    extra = [
+        name
+        for name in other.pins
+        if name in versions and name not in pins and not comes_with_torch(name)
+    ]
     if extra or len(changed) > MAX_OVERLAID or any(map(HEAVY.match, changed)):
         return None
     return "+".join([base, *(f"{name}@{version}" for name, version in sorted(changed.items()))])

@@ -1,8 +1,9 @@
 """Scan a log for what can be judged in it: tracebacks, versions, texts of signatures.
 
-Constant memory, and a few seconds for 100 MB: only lines with one of a few words, and those that follow them while a
-traceback is open, are parsed, and only for what has these words. Lines that differ in their digits only are asked for
-words once; of many of them the first ones and the last one are parsed.
+Constant memory, and a few seconds for 100 MB: only lines with one of a few words, and those that
+follow them while a traceback is open, are parsed, and only for what has these words. Lines that
+differ in their digits only are asked for words once; of many of them the first ones and the last
+one are parsed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ MAX_NOTE = 1200  # characters
 
 # --- versions: from what a log prints of its environment
 
-_NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?(?:\+[a-z0-9]+(?:[._][a-z0-9]+)*)?)"
+_NUMBER = (
+    r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?"
+    r"(?:\+[a-z0-9]+(?:[._][a-z0-9]+)*)?)"
+)
 _VERSION = re.compile(
     rf"(?<![\w-])(?P<package>pytorch|{'|'.join((*UPSTREAM, *TRAINERS))})"
     r"(?:=="  # pip freeze, requirements
@@ -43,40 +47,58 @@ _VERSION = re.compile(
 )
 # What stands before, or after, the version of a package that is wanted, or gone, not installed.
 _WANTED = re.compile(
-    r"(?i)\b(?:requires?|requirement|required|requested|collecting|(?:un|pip )install\w*|existing installation"
-    r"|downloading|cached|upgrade|downgrade|deprecated|removed|since|until|before|minimum|least|supports?|needs?)\b"
+    r"(?i)\b(?:requires?|requirement|required|requested|collecting|(?:un|pip )install\w*|existing"
+    r" installation"
+    r"|downloading|cached|upgrade|downgrade|deprecated|removed|since|until|before|minimum"
+    r"|least|supports?|needs?)\b"
 )
-_OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b|we changed)")
+_OR_NEWER = re.compile(
+    r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b|we changed)"
+)
 
 
 @dataclass
 class Versions:
-    """Package -> release -> the first line that names it. Of two releases of one package neither is known."""
+    """Package -> release -> the first line that names it. Of two releases of one package neither is
+    known."""
 
     releases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def read(self, text: str, number: int) -> None:
         """Read the versions in a line."""
         for found in _VERSION.finditer(text):
-            before = text[max(0, found.start() - 200) : found.start()].replace("Requirement already satisfied", "")
-            if _WANTED.search(before.rpartition("but you have")[2]) or _OR_NEWER.match(text, found.end()):
+            before = text[max(0, found.start() - 200) : found.start()].replace(
+                "Requirement already satisfied", ""
+            )
+            if _WANTED.search(before.rpartition("but you have")[2]) or _OR_NEWER.match(
+                text, found.end()
+            ):
                 continue
             version = str(Version(found["version"]))
-            self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(version, number)
+            self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(
+                version, number
+            )
 
     @property
     def known(self) -> dict[str, str]:
-        """The packages of which the log names one release. ``2.2.2`` beside ``2.2.2+cu121`` is one."""
+        """The packages of which the log names one release. ``2.2.2`` beside ``2.2.2+cu121`` is
+        one."""
         known = {}
         for name, releases in self.releases.items():
-            full = {v for v in releases if not any(o != v and Version(o).public == v for o in releases)}
+            full = {
+                v for v in releases if not any(o != v and Version(o).public == v for o in releases)
+            }
             if len(full) == 1:
                 known[name] = full.pop()
         return known
 
     @property
     def unclear(self) -> dict[str, list[str]]:
-        return {name: sorted(releases) for name, releases in self.releases.items() if name not in self.known}
+        return {
+            name: sorted(releases)
+            for name, releases in self.releases.items()
+            if name not in self.known
+        }
 
 
 # --- torchrun's summary
@@ -86,7 +108,8 @@ _SUMMARY = re.compile(r"^\s*(?:rank +: (?P<rank>\d+)|exitcode +: )")
 
 @dataclass
 class Summary:
-    """The ranks that torchrun lists. ``root``: the first that failed; ``rank``: that of the current line."""
+    """The ranks that torchrun lists. ``root``: the first that failed; ``rank``: that of the current
+    line."""
 
     root: int | None = None
     rank: int | None = None
@@ -105,22 +128,30 @@ class Summary:
 
 _STATED = re.compile(r"\b[Rr]ank ?(\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
 _NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
-_WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )(?<!=)\b(?:WARN|WARNING|UserWarning)\b")
+_WARNED = re.compile(
+    r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )(?<!=)\b(?:WARN|WARNING|UserWarning)\b"
+)
 _TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
-_EARLIER = re.compile(r"(?i)\b(?:previous|earlier|prior|last) (?:job|run|attempt)\b|\bresum\w+ (?:from|training)\b")
+_EARLIER = re.compile(
+    r"(?i)\b(?:previous|earlier|prior|last) (?:job|run|attempt)\b|\bresum\w+ (?:from|training)\b"
+)
 # What stands before a traceback that a model wrote, or that ends a thread only.
 _QUOTES = re.compile(
     r"Exception in thread|(?i:^(?!.*(?:error|exception|fail)).*"
-    r"\b(?:samples?|generat(?:ed|ions?)|predict(?:ed|ions?)|prompt|completion|response|answer|question)\b[^.]{0,40}$)"
+    r"\b(?:samples?|generat(?:ed|ions?)|predict(?:ed|ions?)|prompt|completion|response"
+    r"|answer|question)\b[^.]{0,40}$)"
 )
 # What stands before a failure in a last line that reports none.
-_NONE = re.compile(r"(?i)\bearly.?stop|\bsav(?:ed|ing)\b[^.;]*$|\b(?:no|none|never|not)(?: \w+){0,2} $")
+_NONE = re.compile(
+    r"(?i)\bearly.?stop|\bsav(?:ed|ing)\b[^.;]*$|\b(?:no|none|never|not)(?: \w+){0,2} $"
+)
 MAX_FINDINGS = 300
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line that shows a kind of failure, outside of a traceback; the first of each rank and kind."""
+    """A line that shows a kind of failure, outside of a traceback; the first of each rank and
+    kind."""
 
     line: int
     rank: int | None
@@ -135,8 +166,10 @@ class Finding:
 
 _STEP = re.compile(r"(?i)(?<![a-z])loss\b\W{0,6}[-+]?\d")
 _DONE = re.compile(
-    r"(?i)train_runtime|\btraining (?:is |has |was )?(?:complete|done|finished|ended)|finished training"
-    r"|exits successfully|\.fit` stopped|exit code:? 0\b|^\W*(?:all )?(?:done|finished|completed)\W*$"
+    r"(?i)train_runtime|\btraining (?:is |has |was )?(?:complete|done|finished|ended)|finished"
+    r" training"
+    r"|exits successfully|\.fit` stopped|exit code:? 0\b|^\W*(?:all"
+    r" )?(?:done|finished|completed)\W*$"
 )
 STEPS = 200  # more lines than a process that has crashed still writes from its buffer (8 KiB)
 BUFFER = 8192  # bytes
@@ -145,8 +178,8 @@ STEPS_BETWEEN = 20  # after an error that was caught, before another one
 
 @dataclass
 class Progress:
-    """The last lines that show a step's loss, their texts, the last line that says that training is complete, and the
-    last one that is not empty."""
+    """The last lines that show a step's loss, their texts, the last line that says that training is
+    complete, and the last one that is not empty."""
 
     steps: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=STEPS))
     first: int = 0
@@ -156,22 +189,30 @@ class Progress:
 
     def read(self, batch: list[str], shapes: list[bytes], first: int) -> None:
         """Read the steps of a batch of lines, the last ones only."""
-        ends = ((batch[at], first + at) for at in range(len(batch) - 1, -1, -1) if batch[at].strip())
+        ends = (
+            (batch[at], first + at) for at in range(len(batch) - 1, -1, -1) if batch[at].strip()
+        )
         self.last = next(ends, self.last)
         numbers = (
-            at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
+            at
+            for at in range(len(batch) - 1, -1, -1)
+            if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
         )
         last = list(islice(numbers, STEPS))[::-1]
         if last and not self.first:
             self.first = first + next(
-                at for at in range(len(batch)) if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
+                at
+                for at in range(len(batch))
+                if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
             )
         self.steps.extend((first + at, batch[at].strip()) for at in last)
 
     def findings(self) -> Iterator[Finding]:
         """Yield what each of the last steps shows."""
         for rule in rules().values() if len(self.steps) > 2 else ():
-            if rule.place == "every_step" and all(re.search(rule.text, text) for _, text in self.steps):
+            if rule.place == "every_step" and all(
+                re.search(rule.text, text) for _, text in self.steps
+            ):
                 (line, text), (last, _) = self.steps[0], self.steps[-1]
                 yield Finding(line, None, rule.name, text[:MAX_NOTE], last=last)
 
@@ -195,14 +236,15 @@ class Progress:
         return self.done > 0 and self.ended
 
     def buffered(self, line: int) -> bool:
-        """Whether the steps after a line may have been made before it: the first one follows it, and all fit in the
-        buffer of a process."""
+        """Whether the steps after a line may have been made before it: the first one follows it,
+        and all fit in the buffer of a process."""
         size = sum(len(text) + 1 for _, text in self.steps) / max(1, len(self.steps))
         return line < self.first and (self.steps[-1][0] - self.first) * size < BUFFER
 
     @property
     def overcome(self) -> int:
-        """The line of a restart after which training was completed: what stands before it did not end the run."""
+        """The line of a restart after which training was completed: what stands before it did not
+        end the run."""
         return self.restarted if self.complete and self.after(self.restarted) else 0
 
     def goes_on(self, line: int, later: int) -> bool:
@@ -239,7 +281,9 @@ class Scanned:
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     summary: Summary = field(default_factory=Summary)
-    findings: dict[tuple[int | None, str, str], Finding] = field(default_factory=dict)  # by rank, kind and place
+    findings: dict[tuple[int | None, str, str], Finding] = field(
+        default_factory=dict
+    )  # by rank, kind and place
     progress: Progress = field(default_factory=Progress)
     waits: Waits = field(default_factory=Waits)
     world: int = 1  # the largest world size that a line names, outside of errors
@@ -247,12 +291,16 @@ class Scanned:
     @property
     def several_ranks(self) -> bool:
         """Whether the log shows more than one rank."""
-        ranks = {rank for error in self.errors for rank in error.ranks} | {rank or 0 for rank, *_ in self.findings}
+        ranks = {rank for error in self.errors for rank in error.ranks} | {
+            rank or 0 for rank, *_ in self.findings
+        }
         return self.world > 1 or max(ranks, default=0) > 0
 
 
 _WORLD = re.compile(r"(?i)world[_ ]sizes?[\"']?\s*[=:]\s*\[?(\d+)")
-_TORCHRUN = "OMP_NUM_THREADS environment variable for each process"  # printed where it starts several
+_TORCHRUN = (  # printed where it starts several
+    "OMP_NUM_THREADS environment variable for each process"
+)
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
@@ -265,7 +313,9 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
 
     def read(number: int, raw: str, asked: Asked | None) -> None:
         errors.quoted = HEADER in raw and bool(_QUOTES.search(raw, 0, raw.index(HEADER)))
-        for line in (each for part in unescaped(raw) for each in separated(labels.split(part, number))):
+        for line in (
+            each for part in unescaped(raw) for each in separated(labels.split(part, number))
+        ):
             taken = errors.read(line) or errors.quoted
             if asked:
                 _note(found, line, asked, errors, taken)
@@ -296,7 +346,9 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
         read(number, raw, asked)
     errors.end()
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
-    _note_last(found, labels.split(*found.progress.last), [each.last for each in errors.found.values()])
+    _note_last(
+        found, labels.split(*found.progress.last), [each.last for each in errors.found.values()]
+    )
     found.errors = list(errors.found.values())
     return found
 
@@ -335,7 +387,8 @@ def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool)
 
 
 def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:
-    """Note the line with which the log of a training ends, where it is not complete and nothing else says why."""
+    """Note the line with which the log of a training ends, where it is not complete and nothing
+    else says why."""
     progress, text = found.progress, line.text[:MAX_NOTE]
     shown = max([found.waits.last, *errors, *(each.last for each in found.findings.values())])
     if (progress.done and progress.ended) or not progress.after(shown) or _is_warning(text):
@@ -374,10 +427,16 @@ def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
     key = (rank, rule.name, place)
     # What refuses a use is raised: a line that steps follow only mentions it.
-    warning = _is_warning(line.text) or _is_noted(rule, line.text) or bool(_EARLIER.search(line.text) or rule.library)
+    warning = (
+        _is_warning(line.text)
+        or _is_noted(rule, line.text)
+        or bool(_EARLIER.search(line.text) or rule.library)
+    )
     old = found.findings.get(key)
     if old and (old.warning <= warning):
         found.findings[key] = replace(old, last=line.number)
     elif old or len(found.findings) < MAX_FINDINGS:
         text = line.text[:MAX_NOTE]
-        found.findings[key] = Finding(line.number, rank, rule.name, text, place, line.number, warning)
+        found.findings[key] = Finding(
+            line.number, rank, rule.name, text, place, line.number, warning
+        )

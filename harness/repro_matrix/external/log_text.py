@@ -1,4 +1,5 @@
-"""Read the lines of a log: plain or compressed, in any encoding, inside of JSON, or several on one line."""
+"""Read the lines of a log: plain or compressed, in any encoding, inside of JSON, or several on one
+line."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from repro_matrix.errors import ReproError
 from repro_matrix.launch.tracebacks import CHAINED, HEADER, Line
 from repro_matrix.text import log
 
-_CONTROL = re.compile(rb"[\x01-\x07\x0e-\x1a\x1c-\x1f]")  # bytes that no log has, unlike the zeros of a damaged one
+_CONTROL = re.compile(
+    rb"[\x01-\x07\x0e-\x1a\x1c-\x1f]"
+)  # bytes that no log has, unlike the zeros of a damaged one
 MAX_LINE = 1 << 16  # characters of one line that are read
 
 
@@ -27,8 +30,9 @@ class LogError(ReproError):
 
 
 def lines(path: str, damaged: list[str] | None = None) -> Iterator[str]:
-    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a damaged gzip file
-    those before the damage; ``damaged`` gets its path then. Raises LogError: there is none."""
+    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a
+    damaged gzip file those before the damage; ``damaged`` gets its path then. Raises LogError:
+    there is none."""
     number = 0
     try:
         with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
@@ -45,13 +49,15 @@ def lines(path: str, damaged: list[str] | None = None) -> Iterator[str]:
 
 
 def _lines(raw: Any, path: str) -> Iterator[str]:
-    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the beginning is kept, of one
-    that is JSON the lines of its strings."""
+    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the
+    beginning is kept, of one that is JSON the lines of its strings."""
     file: Any = io.BufferedReader(raw)
     if file.peek(2).startswith(b"\x1f\x8b"):
         file = _Gzip(fileobj=file)
     head = file.peek(4096)
-    encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    encoding = (
+        "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    )
     if encoding != "utf-16" and b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
         raise LogError(f"{path}: binary, not the text of a log. Unpack it first.")
     text = io.TextIOWrapper(file, encoding, errors="replace", newline=None)
@@ -74,7 +80,8 @@ def _lines(raw: Any, path: str) -> Iterator[str]:
 
 
 class _Gzip(gzip.GzipFile):
-    """A file that ends where it is damaged: an exception would discard the text that has been read and not returned."""
+    """A file that ends where it is damaged: an exception would discard the text that has been read
+    and not returned."""
 
     damage: Exception | None = None
 
@@ -86,8 +93,8 @@ class _Gzip(gzip.GzipFile):
             return b""
 
 
-# Records of JSON, as collectors of logs write them: the ends of a record's parts, and the keys of what a program
-# printed. Each begins with a character that is searched for fast.
+# Records of JSON, as collectors of logs write them: the ends of a record's parts, and the keys of
+# what a program printed. Each begins with a character that is searched for fast.
 _JSON = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\n]{1,80}"\s*:')
 _PART = re.compile(r'"(?<!\\"),\s*(?="[^"\s]{1,80}"\s*:)')
 _RECORD = re.compile(r"\},\s*(?=\{)")
@@ -102,8 +109,8 @@ _NEWLINE = re.compile(r"\\+n")
 
 
 def _strings(text: str) -> Iterator[str]:
-    """Yield the lines of the strings in a text of JSON, which may be cut anywhere. A field that is no output of a
-    program stays as it is."""
+    """Yield the lines of the strings in a text of JSON, which may be cut anywhere. A field that is
+    no output of a program stays as it is."""
     for part in (part for record in _RECORD.split(text) for part in _PART.split(record)):
         printed = _PRINTED.search(part)
         fields = part[: printed.start()] if printed else part
@@ -126,7 +133,8 @@ _ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quot
 
 
 def unescaped(raw: str) -> list[str]:
-    """Return a line; of JSON the lines of its strings, and of a printed list or string with a traceback its lines."""
+    """Return a line; of JSON the lines of its strings, and of a printed list or string with a
+    traceback its lines."""
     text = raw.strip()
     if _JSON.match(text):
         return list(_strings(text))
@@ -139,14 +147,18 @@ def unescaped(raw: str) -> list[str]:
     return _GLUED.split(raw) if raw.count("[E") > 1 else [raw]
 
 
-# A traceback on one line: its frames, and the beginning of its error. A second rank's may follow without a space.
+# A traceback on one line: its frames, and the beginning of its error. A second rank's may follow
+# without a space.
 _FRAMES = re.compile(r'\s*(File "[^"]+", line \d+(?:, in (?:<\w+>|[\w.]+))?)\s*')
 _HEADINGS = re.compile(rf"\s*({re.escape(HEADER)}:?|{'|'.join(CHAINED)})")
-_ERRORS = re.compile(r"(?m)^(    .*?)((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}?(?:Error|Exception): )(.*?)(?:\2.*)?$")
+_ERRORS = re.compile(
+    r"(?m)^(    .*?)((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}?(?:Error|Exception): )(.*?)(?:\2.*)?$"
+)
 
 
 def separated(line: Line) -> list[Line]:
-    """Return the lines of a traceback that stands on one line, or of those of several ranks; of another line itself."""
+    """Return the lines of a traceback that stands on one line, or of those of several ranks; of
+    another line itself."""
     text = line.text
     if text == f"{HEADER}:" or (HEADER not in text and text.count('", line ') < 2):
         return [line]

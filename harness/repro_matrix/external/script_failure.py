@@ -1,4 +1,5 @@
-"""What counts as the failure of a user's script: read from the command line's options, or learned from a run."""
+"""What counts as the failure of a user's script: read from the command line's options, or learned
+from a run."""
 
 from __future__ import annotations
 
@@ -20,19 +21,26 @@ CHECKS = {
     "replicas": (
         "replicas_equal",
         "parameters or gradients differ between ranks",
-        "call the DDP model itself, not its .module, and reduce gradients in a step's last backward pass: "
-        "repro show ddp-module-bypass",
+        (
+            "call the DDP model itself, not its .module, and reduce gradients in a step's last"
+            " backward pass: repro show ddp-module-bypass"
+        ),
     ),
     "finite": ("parameters_finite", "parameters or gradients are not finite", ""),
     "data": (
         "data_partitioned",
         "the ranks' samples are not disjoint and complete",
-        "give each rank its part: DistributedSampler or accelerator.prepare(loader); divide an iterable data set by "
-        "rank and by worker",
+        (
+            "give each rank its part: DistributedSampler or accelerator.prepare(loader); divide an"
+            " iterable data set by rank and by worker"
+        ),
     ),
 }
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
-_METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
+_METRIC = re.compile(
+    r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,18 @@ def error(text: str) -> Failure:
     """Parse ``IndexError: list index``: a type, and a regular expression for its message."""
     kind, _, message = (part.strip() for part in text.partition(":"))
     if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
-        raise ConfigError(f"--error {text!r}: write TYPE: REGEX, such as 'IndexError: list index' or 'IndexError'.")
+        raise ConfigError(
+            f"--error {text!r}: write TYPE: REGEX, such as 'IndexError: list index' or"
+            " 'IndexError'."
+        )
     if kind in ("Exception", "BaseException"):
-        raise ConfigError(f"--error {text!r}: every error is an {kind}. Name the type that is raised.")
+        raise ConfigError(
+            f"--error {text!r}: every error is an {kind}. Name the type that is raised."
+        )
     pattern = _regex("--error", message) or r"\A"
-    return Failure(text, (_signature(kind="exception", type=kind, message=pattern),), option=("--error", text))
+    return Failure(
+        text, (_signature(kind="exception", type=kind, message=pattern),), option=("--error", text)
+    )
 
 
 def log(text: str) -> Failure:
@@ -102,19 +117,26 @@ def exit_code(code: int) -> Failure:
 
 def hang(seconds: float) -> Failure:
     text = f"it has not ended after {seconds:g} s"
-    return Failure(text, (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}"))
+    return Failure(
+        text, (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}")
+    )
 
 
 def metric(text: str) -> Failure:
-    """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search compares its ends."""
+    """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search
+    compares its ends."""
     match = _METRIC.match(text)
     if match is None:
-        raise ConfigError(f"--metric {text!r}: write NAME > NUMBER, or /REGEX WITH (A GROUP)/ > NUMBER.")
+        raise ConfigError(
+            f"--metric {text!r}: write NAME > NUMBER, or /REGEX WITH (A GROUP)/ > NUMBER."
+        )
     name = match["name"]
     if name.startswith("/"):
         pattern = _regex("--metric", name[1:-1])
         if re.compile(pattern).groups != 1:
-            raise ConfigError(f"--metric {text!r}: the expression needs exactly one group, around the number.")
+            raise ConfigError(
+                f"--metric {text!r}: the expression needs exactly one group, around the number."
+            )
     else:
         pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=\s]\s*{_NUMBER}(?!\w|[.,]\d)"
     limit = 0.0
@@ -125,12 +147,15 @@ def metric(text: str) -> Failure:
             limit = math.nan  # which cannot be compared either
         if math.isnan(limit):
             raise ConfigError(f"--metric {text!r}: {match['limit']!r} is not a number.")
-    number = Metric.model_validate({"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit})
+    number = Metric.model_validate(
+        {"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit}
+    )
     return Failure(text, metric=number, option=("--metric", text))
 
 
 def learned(outcome: Outcome, made: Made) -> Failure | None:
-    """Return exactly the failure of an attempt, so that no other failure counts as it; None without a failure."""
+    """Return exactly the failure of an attempt, so that no other failure counts as it; None without
+    a failure."""
     primary = outcome.primary
     if primary is None:
         return None
@@ -144,7 +169,12 @@ def learned(outcome: Outcome, made: Made) -> Failure | None:
 
 def _exact_failure(raised: RaisedException) -> Failure:
     frame = raised.innermost
-    library = frame and frame.modules and frame.origin != "" and (frame.origin or "site-packages" in frame.file)
+    library = (
+        frame
+        and frame.modules
+        and frame.origin != ""
+        and (frame.origin or "site-packages" in frame.file)
+    )
     package = frame.modules[0].partition(".")[0] if frame and library else None
     message = normal(raised.message)
     pattern = rf"\A\s*{re.escape(message)}" if message else r"\A\s*\Z"
@@ -155,7 +185,8 @@ def _exact_failure(raised: RaisedException) -> Failure:
 
 
 def normal(message: str) -> str:
-    """Return a message's first line without its numbers: sizes and counts differ between releases."""
+    """Return a message's first line without its numbers: sizes and counts differ between
+    releases."""
     return re.sub(r"\d+", "#", comparable_text(message))
 
 

@@ -1,1 +1,2 @@
-"""Grade what attempts showed: signatures, checks, effects, hangs, outcomes, verdicts, expectations. Pure."""
+"""Grade what attempts showed: signatures, checks, effects, hangs, outcomes, verdicts, expectations.
+Pure."""

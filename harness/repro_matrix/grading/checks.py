@@ -1,15 +1,21 @@
 """Evaluate one check of a rank's record; the rank's own ``passed`` is never trusted. Pure.
 
-A check holds ``actual``, ``expected``, ``tolerance``, ``subject``, ``at`` and ``passed``. There are two kinds:
+A check holds ``actual``, ``expected``, ``tolerance``, ``subject``, ``at`` and ``passed``. There are
+two kinds:
 
-- numbers (one, or a flat list) with a ``tolerance``: it passes when every |actual - expected| <= tolerance;
-- anything else, without a tolerance: it passes when both are the same JSON; ``subject`` names what was compared.
+- numbers (one, or a flat list) with a ``tolerance``: it passes when every |actual - expected| <=
+  tolerance;
+- anything else, without a tolerance: it passes when both are the same JSON; ``subject`` names what
+  was compared.
 
-``failed`` is a statement about what was tested: numbers that are too far apart, or not finite (NaN, an overflow).
-``void`` is a defect of the check itself, which is no evidence: text where a number belongs, lists of different lengths,
-no tolerance or one that even a zero would pass, no ``subject``, a ``passed`` that contradicts the numbers, a check
-made after the script was done, or made twice, or one that compared nothing: its ``subject`` begins with ``0 tensors``,
-or both sides are empty and it does not begin with a number (``21 tensors``: of all of them none differs).
+``failed`` is a statement about what was tested: numbers that are too far apart, or not finite (NaN,
+an overflow).
+``void`` is a defect of the check itself, which is no evidence: text where a number belongs, lists
+of different lengths,
+no tolerance or one that even a zero would pass, no ``subject``, a ``passed`` that contradicts the
+numbers, a check made after the script was done, or made twice, or one that compared nothing: its
+``subject`` begins with ``0 tensors``, or both sides are empty and it does not begin with a number
+(``21 tensors``: of all of them none differs).
 """
 
 from __future__ import annotations
@@ -23,7 +29,11 @@ from typing import Any, Literal
 from repro_matrix.text import first_line
 
 MAX_VALUE = 80  # characters of a value that is shown
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers: the kit writes names
+_NOT_FINITE = {
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+}  # JSON has no such numbers: the kit writes names
 
 State = Literal["passed", "failed", "void"]
 
@@ -41,15 +51,22 @@ class CheckResult:
 
 
 def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckResult:
-    """Evaluate a check; ``done_at``: when the script was done, on the clock of the check's ``at``."""
+    """Evaluate a check; ``done_at``: when the script was done, on the clock of the check's
+    ``at``."""
     name = check["name"]
     compare = _compare_numbers if check.get("tolerance") is not None else _compare_values
     state, details, severity = compare(check)
     if state != "void" and check.get("passed") is not (state == "passed"):
-        return CheckResult(name, "void", f"contradictory: the rank says passed {check.get('passed')!r}, but {details}")
+        return CheckResult(
+            name,
+            "void",
+            f"contradictory: the rank says passed {check.get('passed')!r}, but {details}",
+        )
     if state == "passed" and _compared_nothing(check):
         why = str(check.get("subject")).partition("0 tensors: ")[2]
-        return CheckResult(name, "void", f"not checked: {why}" if why else f"it compared nothing; {details}")
+        return CheckResult(
+            name, "void", f"not checked: {why}" if why else f"it compared nothing; {details}"
+        )
     made_at = number(check.get("at"))
     if state != "void" and not (made_at is not None and done_at is not None and made_at <= done_at):
         return CheckResult(name, "void", f"not made before the script was done; {details}")
@@ -64,7 +81,9 @@ def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
         return "void", f"the tolerance is not a number from 0 on: {values}", 0.0
     if actual is None or expected is None:
         return "void", f"not a number: {values}", 0.0
-    if len(actual) != len(expected) or isinstance(check.get("actual"), list) != isinstance(check.get("expected"), list):
+    if len(actual) != len(expected) or isinstance(check.get("actual"), list) != isinstance(
+        check.get("expected"), list
+    ):
         return "void", f"{len(actual)} numbers against {len(expected)}: {values}", 0.0
     if not all(map(math.isfinite, expected)):
         return "failed", f"the expected value is not finite: {values}", math.inf
@@ -142,7 +161,9 @@ def _format(check: Mapping[str, Any]) -> str:
     if check.get("tolerance") is not None:
         parts.append(f"tolerance {_short(check['tolerance'])}")
     subject = check.get("subject")
-    return ", ".join(parts) + (f": {_short(subject)}" if isinstance(subject, str) and subject else "")
+    return ", ".join(parts) + (
+        f": {_short(subject)}" if isinstance(subject, str) and subject else ""
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,12 +1,16 @@
 """Check that what a variant names took effect, from what every rank measured of it. Pure.
 
-Libraries fall back silently: accelerate to DDP, ZeRO to stage 0, adapters that match no module. Such an attempt is no
-evidence about the option that it names. Four questions are asked of an attempt that would pass otherwise:
+Libraries fall back silently: accelerate to DDP, ZeRO to stage 0, adapters that match no module.
+Such an attempt is no evidence about the option that it names. Four questions are asked of an
+attempt that would pass otherwise:
 
-- the strategy: do the elements held, reduced and updated, and the collectives, match its promises (conf/strategy)?
-- the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model split where it was
+- the strategy: do the elements held, reduced and updated, and the collectives, match its promises
+  (conf/strategy)?
+- the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model
+  split where it was
   given more GPUs than ranks?
-- whatever else the pass criteria list (``effects``), or a rank measured: is the number within its bounds?
+- whatever else the pass criteria list (``effects``), or a rank measured: is the number within its
+  bounds?
 - the flags and options that the variant changes: did some rank read them?
 """
 
@@ -22,15 +26,26 @@ from repro_matrix.grading.observation import Attempt, Rank, peak_bytes
 from repro_matrix.records.attempt import STARTING, Effect, StrategySettings
 from repro_matrix.text import list_ranks
 
-SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
+SHARE = (
+    1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
+)
 SPARE = 0.01  # ... and this part of the whole
 WHOLE = 0.9  # what counts as the whole: a few parameters may have no gradient
-COMPUTES = ("training", "inference", "generating")  # what is only loaded or saved may stay on the host
-_HOLDS = {"parameters": "holds all parameters", "gradients": "holds all gradients", "updates": "updates all parameters"}
+COMPUTES = (
+    "training",
+    "inference",
+    "generating",
+)  # what is only loaded or saved may stay on the host
+_HOLDS = {
+    "parameters": "holds all parameters",
+    "gradients": "holds all gradients",
+    "updates": "updates all parameters",
+}
 
 
 def missing_effect(case: Case, variant: str, attempt: Attempt) -> str | None:
-    """Return the first reason to doubt that what the variant names took effect; None where there is none."""
+    """Return the first reason to doubt that what the variant names took effect; None where there is
+    none."""
     strategy = attempt.settings.get("strategy", {})
     invariants = strategy.get("invariants")
     if not invariants:
@@ -40,15 +55,17 @@ def missing_effect(case: Case, variant: str, attempt: Attempt) -> str | None:
     return (
         _process_group(attempt)
         or _gpus(case, attempt)
-        or _strategy(attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind)
+        or _strategy(
+            attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind
+        )
         or _measurements(case, attempt.ranks)
         or _unread(case, variant, attempt)
     )
 
 
 def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
-    """Return which flag or option of the variant no rank has read, for an attempt that failed as the unfixed variant
-    does.
+    """Return which flag or option of the variant no rank has read, for an attempt that failed as
+    the unfixed variant does.
 
     A rank that was stopped before it could record what it read may have read it.
     """
@@ -57,8 +74,8 @@ def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
 
 
 def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
-    """Return which rank began the case's body without CUDA, or on a GPU that was not leased to it: it computed
-    elsewhere, whatever it shows.
+    """Return which rank began the case's body without CUDA, or on a GPU that was not leased to it:
+    it computed elsewhere, whatever it shows.
 
     The kit initializes CUDA before the body, with any backend, and writes the record there.
     """
@@ -68,9 +85,14 @@ def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
         device, uuid = rank.record.get("device"), rank.record.get("gpu_uuid")
         if device is None and rank.wrote and rank.record["phase"] not in STARTING:
             return f"no GPU was in effect: rank {rank.rank} did not initialize CUDA"
-        leased = {f"cuda:{number}": name for number, name in enumerate(attempt.gpus)}.get(device or "")
+        leased = {f"cuda:{number}": name for number, name in enumerate(attempt.gpus)}.get(
+            device or ""
+        )
         if uuid and attempt.gpus and uuid != leased:
-            return f"rank {rank.rank} was on another GPU than the one that was leased to it: {uuid}, not {leased}"
+            return (
+                f"rank {rank.rank} was on another GPU than the one that was leased to it: {uuid},"
+                f" not {leased}"
+            )
     return None
 
 
@@ -88,23 +110,35 @@ def _process_group(attempt: Attempt) -> str | None:
             return f"no evidence of a process group on rank {rank.rank}"
         size = number(evidence[-1].get("actual"))
         if size != attempt.world_size:
-            return f"the process group of rank {rank.rank} has {_format(size)} of {attempt.world_size} ranks"
+            return (
+                f"the process group of rank {rank.rank} has {_format(size)} of {attempt.world_size}"
+                " ranks"
+            )
         backend = evidence[-1].get("backend", "")
         if attempt.backend not in ("", "auto") and attempt.backend not in backend:
-            return f"the backend {attempt.backend} was not in effect: rank {rank.rank} used {backend or 'none'}"
+            return (
+                f"the backend {attempt.backend} was not in effect: rank {rank.rank} used"
+                f" {backend or 'none'}"
+            )
     return None
 
 
 def _gpus(case: Case, attempt: Attempt) -> str | None:
-    """It computed on the GPUs that it was given: gloo and a lone process would use the CPU and not fail."""
+    """It computed on the GPUs that it was given: gloo and a lone process would use the CPU and not
+    fail."""
     if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
         return None
     for rank in attempt.ranks:
         if not (peak_bytes(rank.record, "gpu") or 0) > 0:
             return f"no GPU was in effect: rank {rank.rank} used no memory of one"
         devices = number(attempt.settings.get("devices"))
-        if (devices or 0) > attempt.world_size and not any(each.name == "split" for each in rank.checks):
-            return f"no evidence on rank {rank.rank} that the model was split over {_format(devices)} GPUs"
+        if (devices or 0) > attempt.world_size and not any(
+            each.name == "split" for each in rank.checks
+        ):
+            return (
+                f"no evidence on rank {rank.rank} that the model was split over {_format(devices)}"
+                " GPUs"
+            )
     return None
 
 
@@ -147,24 +181,33 @@ def _replicas(strategy: StrategySettings) -> int:
 
 
 def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts: int) -> str | None:
-    """Compare each rank's share of the whole with what was promised; all ranks together must hold it all."""
+    """Compare each rank's share of the whole with what was promised; all ranks together must hold
+    it all."""
     everyone = min(shares) >= WHOLE
     if wanted == "whole":
         low = shares.index(min(shares))
-        return None if everyone else f"rank {low} holds {shares[low]:.0%} of the {what}, all were promised"
+        return (
+            None
+            if everyone
+            else f"rank {low} holds {shares[low]:.0%} of the {what}, all were promised"
+        )
     if ranks > 1 and everyone and (parts > 1 or wanted == "part"):
         return f"every rank {_HOLDS[what]}"
     if sum(shares) < WHOLE * (ranks // parts if wanted == "shard" else 1) * len(shares) / ranks:
         return f"the ranks together hold {sum(shares):.0%} of the {what}"
     if wanted == "part":
         return None
-    # A rank's trainable parameters may all lie in its own part of what is sharded: only their sum is evidence.
+    # A rank's trainable parameters may all lie in its own part of what is sharded: only their sum
+    # is evidence.
     bound = SHARE / parts + SPARE
     most = shares.index(max(shares))
     if what == "parameters" and shares[most] > bound:
         return f"rank {most} holds {shares[most]:.0%} of the {what}, 1/{parts} was promised"
     if sum(shares) > bound * len(shares):
-        return f"the ranks together hold {sum(shares):.0%} of the {what}, {ranks // parts} x 100% was promised"
+        return (
+            f"the ranks together hold {sum(shares):.0%} of the {what}, {ranks // parts} x 100% was"
+            " promised"
+        )
     return None
 
 
@@ -177,12 +220,16 @@ def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | No
         calls = calls if isinstance(calls, dict) else {}
         for kind in wanted:
             if not (number(calls.get(kind)) or 0) > 0:
-                return f"{slug} was not in effect: no {kind} between ranks in a step of rank {rank.rank}"
+                return (
+                    f"{slug} was not in effect: no {kind} between ranks in a step of rank"
+                    f" {rank.rank}"
+                )
     return None
 
 
 def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
-    """Every rank measured what the pass criteria list, and what any other rank measured, and within its bounds."""
+    """Every rank measured what the pass criteria list, and what any other rank measured, and within
+    its bounds."""
     measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
     for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
         without = [rank.rank for rank in ranks if not _evidence(rank, name)]
@@ -197,22 +244,31 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
             high = number(item["most"]) if "most" in item else math.inf
             if value is None or low is None or high is None or not low <= value <= high:
                 subject = f" ({item['subject']})" if item.get("subject") else ""
-                bounds = " and ".join(f"at {key} {_format(item[key])}" for key in ("least", "most") if key in item)
+                bounds = " and ".join(
+                    f"at {key} {_format(item[key])}" for key in ("least", "most") if key in item
+                )
                 actual = f"got {_format(item.get('actual'))}, promised {bounds}{subject}"
                 return f"{item['what']} was not in effect on rank {rank.rank}: {actual}"
     return None
 
 
 def _unread(case: Case, variant: str, attempt: Attempt) -> str | None:
-    """Some rank read every flag and option that the variant, or the cell, sets apart from its default."""
+    """Some rank read every flag and option that the variant, or the cell, sets apart from its
+    default."""
     spec = case.variants.get(variant)
     if spec is None:
         return None
     recorded = [rank.record.get("read", {}) for rank in attempt.ranks]
-    read = {"flag": {name for each in recorded for name in each.get("flags", ())},
-            "option": {name for each in recorded for name in each.get("options", ())}}  # fmt: skip
+    read = {
+        "flag": {name for each in recorded for name in each.get("flags", ())},
+        "option": {name for each in recorded for name in each.get("options", ())},
+    }
     flags = attempt.settings.get("flags", {})
-    changed = [name for name, flag in case.flags.items() if name in flags and not same_json(flags[name], flag.default)]
+    changed = [
+        name
+        for name, flag in case.flags.items()
+        if name in flags and not same_json(flags[name], flag.default)
+    ]
     for kind, names in (("flag", changed), ("option", [] if spec.strategy else list(spec.options))):
         for name in names:
             if name not in read[kind]:

@@ -1,8 +1,10 @@
-"""Compare a verdict with what is expected of its variant, and say which measurements may be compared at all. Pure.
+"""Compare a verdict with what is expected of its variant, and say which measurements may be
+compared at all. Pure.
 
-An expectation holds for cells, releases and capabilities of the machine. Two measurements may be compared where they
-have the same settings, on machines with the same capabilities: a failure that a smaller shape does not trigger would
-otherwise count as fixed upstream. What may differ is what a comparison is about: the stack, and with it the day.
+An expectation holds for cells, releases and capabilities of the machine. Two measurements may be
+compared where they have the same settings, on machines with the same capabilities: a failure that a
+smaller shape does not trigger would otherwise count as fixed upstream. What may differ is what a
+comparison is about: the stack, and with it the day.
 """
 
 from __future__ import annotations
@@ -27,15 +29,21 @@ PREDICTING = "cpu"  # its measurements predict those of any hardware that has no
 
 
 def expected(
-    case: Case, where: str, variant: str, versions: Mapping[str, str], hardware: str,
+    case: Case,
+    where: str,
+    variant: str,
+    versions: Mapping[str, str],
+    hardware: str,
     facts: Mapping[str, Any] | None = None,
-) -> Expectation | None:  # fmt: skip
-    """Return the expectation of a variant of a cell, narrowed to this variant's verdict; None when there is none.
+) -> Expectation | None:
+    """Return the expectation of a variant of a cell, narrowed to this variant's verdict; None when
+    there is none.
 
-    ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its kind ("sm_80"); ``facts``
-    are the machine's capabilities: where one that the variant depends on differs, or is unknown, nothing is expected.
-    The most specific of several wins: named cells before none, then the one with more version bounds; after that the
-    later in the file.
+    ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its kind
+    ("sm_80"); ``facts``
+    are the machine's capabilities: where one that the variant depends on differs, or is unknown,
+    nothing is expected. The most specific of several wins: named cells before none, then the one
+    with more version bounds; after that the later in the file.
     """
     best: tuple[tuple[int, int], Expectation] | None = None
     for cells, entry in _of_variant(case, where, variant, hardware, facts):
@@ -47,8 +55,9 @@ def expected(
 
 def _of_variant(
     case: Case, where: str, variant: str, hardware: str, facts: Mapping[str, Any] | None
-) -> Iterator[tuple[int, Expectation]]:  # fmt: skip
-    """Yield what is expected of a variant on any release, narrowed to it, and 1 where the entry names the cell."""
+) -> Iterator[tuple[int, Expectation]]:
+    """Yield what is expected of a variant on any release, narrowed to it, and 1 where the entry
+    names the cell."""
     cell, needed = _split(case, where), depends_on_capabilities(case, variant)
     for entry in case.expect:
         if variant not in entry.verdicts or hardware != entry.hardware:
@@ -61,36 +70,48 @@ def _of_variant(
 
 
 def basis(
-    case: Case, where: str, variant: str, versions: Mapping[str, str], hardware: str,
+    case: Case,
+    where: str,
+    variant: str,
+    versions: Mapping[str, str],
+    hardware: str,
     facts: Mapping[str, Any] | None = None,
-) -> Basis | None:  # fmt: skip
-    """Return what a verdict is compared with: what was measured with these releases on this hardware, else with the
-    nearest releases, else on a CPU. What a variant with a stack of its own shows depends on other releases, too."""
+) -> Basis | None:
+    """Return what a verdict is compared with: what was measured with these releases on this
+    hardware, else with the nearest releases, else on a CPU. What a variant with a stack of its own
+    shows depends on other releases, too."""
     own_stack = variant in case.variants and case.variants[variant].stack
     for kind in dict.fromkeys((hardware, PREDICTING)):
         same = expected(case, where, variant, versions, kind, facts)
-        entries = () if own_stack else (entry for _, entry in _of_variant(case, where, variant, kind, facts))
+        entries = (
+            ()
+            if own_stack
+            else (entry for _, entry in _of_variant(case, where, variant, kind, facts))
+        )
         if found := Basis((same,)) if same else nearest(entries, versions):
             return replace(found, on_cpu=kind != hardware)
     return None
 
 
 def as_expected(name: str) -> str:
-    """Return a verdict as an expectation writes it: other stacks' stored results make NOT_REPRODUCED a
-    FIXED_UPSTREAM."""
+    """Return a verdict as an expectation writes it: other stacks' stored results make
+    NOT_REPRODUCED a FIXED_UPSTREAM."""
     return "NOT_REPRODUCED" if name == "FIXED_UPSTREAM" else name
 
 
-def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control: bool = False) -> Compared:
+def compare(
+    verdict: Verdict, known: Basis | None, role: str = "probe", control: bool = False
+) -> Compared:
     """Compare a verdict of a variant with what is known of it.
 
-    Return ``no_expectation`` when that is nothing, when nothing was measured, and when other releases
-    are known, and nothing stable was measured here; but then ``differs_from_documentation`` of a documented
-    fix with an attempt that did not pass; ``possible`` when the nearest releases disagree
-    and one of them agrees with it. But a control must train: another verdict is unexpected, unless all
-    agree. A verdict of a failure must have one of the expected
-    failure ids; where the file lists none, the verdict alone is compared. What differs from a
-    prediction is news only, but for a documented fix that worked with the older releases.
+    Return ``no_expectation`` when that is nothing, when nothing was measured, and when other
+    releases are known, and nothing stable was measured here; but then
+    ``differs_from_documentation`` of a documented fix with an attempt that did not pass;
+    ``possible`` when the nearest releases disagree and one of them agrees with it. But a control
+    must train: another verdict is unexpected, unless all agree. A verdict of a failure must have
+    one of the expected failure ids; where the file lists none, the verdict alone is compared. What
+    differs from a prediction is news only, but for a documented fix that worked with the older
+    releases.
     """
     if not verdict.measured:
         return "no_expectation"
@@ -114,11 +135,16 @@ def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control:
 
 
 def comparison(
-    case: Case, where: str, variant: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
+    case: Case,
+    where: str,
+    variant: str,
+    verdict: Verdict,
+    versions: Mapping[str, str],
+    hardware: str,
     facts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what a document stores beside a verdict: the expected one, where it was measured if that is not here, and
-    how the two compare."""
+) -> dict[str, Any]:
+    """Return what a document stores beside a verdict: the expected one, where it was measured if
+    that is not here, and how the two compare."""
     known = basis(case, where, variant, versions, hardware, facts)
     role = case.variants[variant].role if variant in case.variants else "probe"
     state = compare(verdict, known, role, case.kind == "control")
@@ -128,12 +154,14 @@ def comparison(
         "expectation": known.verdicts[0] if known else None,
         "nearest": known.releases if known else (),
         "beyond": bool(known and known.beyond),
-        "failure_note": UNSTORED if state == "differs_from_documentation" else failure_note(verdict, known),
+        "failure_note": (
+            UNSTORED if state == "differs_from_documentation" else failure_note(verdict, known)
+        ),
     }
 
 
 def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
-    (variant, wanted), = expectation.verdicts.items()  # fmt: skip
+    ((variant, wanted),) = expectation.verdicts.items()
     listed = expectation.failure_ids_of(variant)
     any_failure = listed is None or verdict.name not in FAILING
     same = any_failure or set(map(str, verdict.failure_ids)) <= set(listed or ())
@@ -141,13 +169,17 @@ def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
 
 
 def failure_note(verdict: Verdict, known: Basis | None) -> str:
-    """Return what verdicts of the same name hide: another failure than expected, or that none is written down. Also
-    say which nearest releases it was compared with."""
+    """Return what verdicts of the same name hide: another failure than expected, or that none is
+    written down. Also say which nearest releases it was compared with."""
     if known is None:
         return ""
     sides = [f"{name} with {release}" for name, release in zip(known.verdicts, known.releases)]
     how = "predicted from" if known.beyond else "nearest measured releases:"
-    notes = [f"{how} {list_some(list(dict.fromkeys(sides)))}{', on a CPU' * known.on_cpu}"] if sides else []
+    notes = (
+        [f"{how} {list_some(list(dict.fromkeys(sides)))}{', on a CPU' * known.on_cpu}"]
+        if sides
+        else []
+    )
     differing = [entry for entry in known.entries if not _agrees(verdict, entry)]
     for entry in (differing or known.entries)[:1] if verdict.name in FAILING else ():
         (listed,) = map(entry.failure_ids_of, entry.verdicts)
@@ -162,7 +194,8 @@ def failure_note(verdict: Verdict, known: Basis | None) -> str:
 
 
 def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
-    """Return 1 where the list names the cell, 0 where an empty list means all cells; None where it is not among them.
+    """Return 1 where the list names the cell, 0 where an empty list means all cells; None where it
+    is not among them.
 
     A cell with other ranks or sizes than its case's is not among all.
     """
@@ -175,12 +208,15 @@ def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
     """Split off what differs from the case's file; a flag at its default is the same cell."""
     axes, *assignments = re.split(r"/(?=\w+=)", where)
     values = dict(item.split("=", 1) for item in assignments)
-    defaults = {name: json.dumps(flag.default) for name, flag in case.flags.items() if name in values}
+    defaults = {
+        name: json.dumps(flag.default) for name, flag in case.flags.items() if name in values
+    }
     return axes, {name: value for name, value in values.items() if value != defaults.get(name)}
 
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
-    """Return how many bounds the version ranges have, when all versions are within them; else None."""
+    """Return how many bounds the version ranges have, when all versions are within them; else
+    None."""
     counts = [inside(specifier, versions.get(package)) for package, specifier in ranges.items()]
     return None if None in counts else sum(count or 0 for count in counts)
 
@@ -193,10 +229,13 @@ _SCALARS = ("world_size", "tp_size", "steps", "seed", "device", "backend")
 def settings_difference(one: Settings, other: Settings) -> str | None:
     """Return the first difference between two variants' settings; None where they may be compared.
 
-    A flag or an option that only one of them has did not exist for the other, and was at its default there; of the
-    model's configuration every key counts. Empty settings are comparable with all.
+    A flag or an option that only one of them has did not exist for the other, and was at its
+    default there; of the model's configuration every key counts. Empty settings are comparable with
+    all.
     """
-    for (before, strict), (after, _) in zip(_deciding(one), _deciding(other)) if one and other else ():
+    for (before, strict), (after, _) in (
+        zip(_deciding(one), _deciding(other)) if one and other else ()
+    ):
         for key in sorted(before.keys() | after.keys() if strict else before.keys() & after.keys()):
             if before.get(key) != after.get(key):
                 return _differ(key, before.get(key), after.get(key))
@@ -206,7 +245,11 @@ def settings_difference(one: Settings, other: Settings) -> str | None:
 def _deciding(settings: Settings) -> list[tuple[dict[str, Any], bool]]:
     """Return what must be the same, and whether a key counts that only one of two settings has."""
     model, strategy = settings.get("model", {}), settings.get("strategy", {})
-    named = {"model": model.get("slug"), "scale": model.get("scale"), "weights": model.get("weights")}
+    named = {
+        "model": model.get("slug"),
+        "scale": model.get("scale"),
+        "weights": model.get("weights"),
+    }
     return [
         (named, True),
         (model.get("config") or {}, True),
@@ -224,7 +267,8 @@ def machine(document: Cell) -> dict[str, Any]:
     return {**identity, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
 
 
-# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some fixes hold there.
+# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some
+# fixes hold there.
 
 
 def recorded_capabilities(document: Cell) -> dict[str, str | bool]:
@@ -244,8 +288,11 @@ def depends_on_capabilities(case: Case, variant: str) -> list[str]:
     return list(dict.fromkeys([*case.depends_on_capabilities, *also]))
 
 
-def capability_difference(wanted: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """Return the first capability that is not known to be the same on both sides; an unknown one is not."""
+def capability_difference(
+    wanted: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]
+) -> str | None:
+    """Return the first capability that is not known to be the same on both sides; an unknown one is
+    not."""
     for fact in wanted:
         one, other = here.get(fact), there.get(fact)
         if one is None or one != other:
@@ -254,7 +301,8 @@ def capability_difference(wanted: Iterable[str], here: Mapping[str, Any], there:
 
 
 def same_release(one: str, other: str) -> bool:
-    """Compare two versions; a build (+cu121) that only one of them names is ignored: metadata may leave it out."""
+    """Compare two versions; a build (+cu121) that only one of them names is ignored: metadata may
+    leave it out."""
     if "+" in one and "+" in other:
         return one == other
     return one.partition("+")[0] == other.partition("+")[0]

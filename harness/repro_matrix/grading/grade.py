@@ -2,24 +2,32 @@
 
 The first rule that applies decides:
 
-1. The attempt is no evidence: the infrastructure failed, the user interrupted it, it ran on another stack, ranks were
-   still starting or making progress at the timeout, a record is damaged or of another process, the script itself
+1. The attempt is no evidence: the infrastructure failed, the user interrupted it, it ran on another
+  stack, ranks were
+   still starting or making progress at the timeout, a record is damaged or of another process, the
+   script itself
    failed first (root_cause.py), or a rank of a GPU profile began without CUDA -> infra_error
 2. A signature of the case itself matches (also on an attempt that finished)  -> reproduced,
    or infra_error where no rank read what the variant changes: then the variant changes nothing
-3. Another case's failure is recognized                                       -> other_failure, which names that case
-4. The deadline passed, or two samples showed that the ranks are deadlocked   -> hang, but not where those that it
+3. Another case's failure is recognized                                       -> other_failure,
+  which names that case
+4. The deadline passed, or two samples showed that the ranks are deadlocked   -> hang, but not where
+  those that it
    ended had lost their peer by NCCL's own words: its watchdog was about to abort them (5.)
-5. An exception, a signal, a nonzero exit code, a rank without a done marker, an exception that ended a thread (but
+5. An exception, a signal, a nonzero exit code, a rank without a done marker, an exception that
+  ended a thread (but
    not of a user's script: which of its threads matter is unknown)            -> other_failure
-6. A check failed                                                             -> other_failure (silent)
-7. A check of the pass criteria was not made, or is void                      -> infra_error (missing_check)
-8. What the variant names did not take effect (effect.py)                     -> infra_error (no_effect)
+6. A check failed                                                             -> other_failure
+  (silent)
+7. A check of the pass criteria was not made, or is void                      -> infra_error
+  (missing_check)
+8. What the variant names did not take effect (effect.py)                     -> infra_error
+  (no_effect)
 9. Otherwise                                                                  -> passed
 
-checks.py defines failed and void checks. A missing check is ``infra_error``, not a failure of the variant: the case's
-script or the kit did not look. It is no evidence, so the verdict is INCONCLUSIVE, the attempt is repeated on resume,
-and the run ends with exit code 3.
+checks.py defines failed and void checks. A missing check is ``infra_error``, not a failure of the
+variant: the case's script or the kit did not look. It is no evidence, so the verdict is
+INCONCLUSIVE, the attempt is repeated on resume, and the run ends with exit code 3.
 
 A log record of another case's signature is recognized but is not a failure: it is only a warning.
 """
@@ -36,16 +44,36 @@ from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_cha
 from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt, Rank
-from repro_matrix.grading.root_cause import Failure, Failures, fatal_signal, find_failures, script_error
-from repro_matrix.grading.signature import completes_mismatches, diverged, match_attempt, near_misses
+from repro_matrix.grading.root_cause import (
+    Failure,
+    Failures,
+    fatal_signal,
+    find_failures,
+    script_error,
+)
+from repro_matrix.grading.signature import (
+    completes_mismatches,
+    diverged,
+    match_attempt,
+    near_misses,
+)
 from repro_matrix.records.attempt import InfraErrorKind, Observation
 from repro_matrix.records.outcome import NoEvidence, Outcome, Primary, Recognized
 from repro_matrix.text import first_line, list_ranks
 
 # Of a user's script: infrastructure problems that may be the very failure that was described.
-MACHINE = frozenset({
-    "memory", "disk", "port", "import", "device", "gpu_or_program", "timeout_while_progressing", "unknown",
-})  # fmt: skip
+MACHINE = frozenset(
+    {
+        "memory",
+        "disk",
+        "port",
+        "import",
+        "device",
+        "gpu_or_program",
+        "timeout_while_progressing",
+        "unknown",
+    }
+)
 MAX_MESSAGE = 500  # characters of a message that an outcome holds; the observation has all of it
 CLOCK_SKEW_S = 60.0  # by how much the clocks of a node's ranks and of the controller may differ
 
@@ -57,7 +85,8 @@ def grade(
     cases: Mapping[str, Case] | Iterable[Case],
     planned: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Grade one attempt of ``variant``; ``cases``: the whole catalogue, against which it is compared.
+    """Grade one attempt of ``variant``; ``cases``: the whole catalogue, against which it is
+    compared.
 
     ``planned``: the stack's versions, beside those that the observation itself was planned with.
     """
@@ -65,11 +94,17 @@ def grade(
     failures = find_failures(attempt, threads=not isinstance(case, AdhocCase))
     first = failures.first
     primary = (
-        Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.location, first.kind) if first else None
+        Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.location, first.kind)
+        if first
+        else None
     )
-    recognized = _recognize(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
+    recognized = _recognize(
+        case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases
+    )
     outcome = _infra_error(attempt, planned or {})
-    if isinstance(case, AdhocCase):  # what the user looks for may be just that: no memory, an import that fails
+    if isinstance(
+        case, AdhocCase
+    ):  # what the user looks for may be just that: no memory, an import that fails
         described = recognized or (not case.failure and primary)
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
     elif outcome is None and (error := script_error(failures)):
@@ -80,15 +115,25 @@ def grade(
         return replace(outcome, recognized=recognized, primary=primary)
     outcome = _judge(case, variant, attempt, failures, recognized)
     apart = diverged(attempt) if completes_mismatches(attempt) else []
-    if outcome.outcome in ("other_failure", "hang") and apart and str(apart[0]) not in outcome.reason:
-        outcome = replace(outcome, reason=f"{outcome.reason}; its ranks were in different collectives: {apart[0]}")
+    if (
+        outcome.outcome in ("other_failure", "hang")
+        and apart
+        and str(apart[0]) not in outcome.reason
+    ):
+        outcome = replace(
+            outcome, reason=f"{outcome.reason}; its ranks were in different collectives: {apart[0]}"
+        )
     if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
         near = near_misses(case.signatures, attempt, failures)
         outcome = replace(outcome, reason=f"{outcome.reason} (nearly {near})") if near else outcome
     place = observation.get("place")
     if place and outcome.check and outcome.outcome == "other_failure":
         outcome = replace(outcome, reason=f"{outcome.reason}; with a trace: {place['sentence']}")
-    failed = failed_checks(case, attempt) if outcome.outcome == "other_failure" and primary is None else ()
+    failed = (
+        failed_checks(case, attempt)
+        if outcome.outcome == "other_failure" and primary is None
+        else ()
+    )
     if isinstance(case, AdhocCase):
         failed = (outcome.check,) if outcome.check else ()
     without_warning = None
@@ -98,16 +143,23 @@ def grade(
         without_warning = _judge(case, variant, attempt, failures, others).outcome
     blocking = observation["attempt"].get("retry_of", {}).get("kind") == "gpu_or_program"
     return replace(
-        outcome, recognized=recognized, primary=primary, failed=failed, outcome_without_warning=without_warning,
+        outcome,
+        recognized=recognized,
+        primary=primary,
+        failed=failed,
+        outcome_without_warning=without_warning,
         blocking=blocking,
-    )  # fmt: skip
+    )
 
 
 # -- 1. no evidence
 
 
 def _no_evidence(
-    kind: InfraErrorKind | NoEvidence, reason: str, ranks: Iterable[int] = (), check: str | None = None
+    kind: InfraErrorKind | NoEvidence,
+    reason: str,
+    ranks: Iterable[int] = (),
+    check: str | None = None,
 ) -> Outcome:
     text = f"{kind}: {reason}" if reason else kind
     return Outcome("infra_error", text, ranks=tuple(sorted(ranks)), check=check, infra_error=kind)
@@ -121,7 +173,11 @@ def _infra_error(attempt: Attempt, planned: Mapping[str, str]) -> Outcome | None
     if not attempt.ranks:
         return _no_evidence("launcher_died", "the observation holds no rank")
     slow = timeout_without_hang(attempt)
-    return _foreign_record(attempt) or (_no_evidence(*slow) if slow else None) or _other_versions(attempt, planned)
+    return (
+        _foreign_record(attempt)
+        or (_no_evidence(*slow) if slow else None)
+        or _other_versions(attempt, planned)
+    )
 
 
 def _foreign_record(attempt: Attempt) -> Outcome | None:
@@ -143,7 +199,9 @@ def _foreign_record(attempt: Attempt) -> Outcome | None:
         if not reason and size not in (None, attempt.world_size):
             reason = f"its record is of {size} ranks, the attempt of {attempt.world_size}"
         if reason:
-            return _no_evidence("missing_check", f"rank {rank.rank}: {first_line(reason)}", [rank.rank])
+            return _no_evidence(
+                "missing_check", f"rank {rank.rank}: {first_line(reason)}", [rank.rank]
+            )
     return None
 
 
@@ -152,25 +210,35 @@ def _other_versions(attempt: Attempt, stored: Mapping[str, str]) -> Outcome | No
     plans = [("the plan", attempt.planned), ("the stack", stored)]
     ranks = [(f"rank {rank.rank}", rank.record["versions"]) for rank in attempt.ranks]
     for (one, versions), (other, others) in combinations([*plans, *ranks], 2):
-        same = same_release if (one, versions) in plans else str.__eq__  # only metadata leaves out a build (+cu121)
+        same = (
+            same_release if (one, versions) in plans else str.__eq__
+        )  # only metadata leaves out a build (+cu121)
         for package in filter(others.__contains__, versions):
             pair = (versions[package], others[package])
             if "unknown" not in pair and not same(*pair):
-                return _no_evidence("environment_changed", f"{other} had {package} {pair[1]}, {one} {pair[0]}")
+                return _no_evidence(
+                    "environment_changed", f"{other} had {package} {pair[1]}, {one} {pair[0]}"
+                )
     return None
 
 
 # -- 2. and 3. known failures
 
 
-def _recognize(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognized, ...]:
-    """Find every known failure of the catalogue, the case's own first, then in the catalogue's order.
+def _recognize(
+    case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]
+) -> tuple[Recognized, ...]:
+    """Find every known failure of the catalogue, the case's own first, then in the catalogue's
+    order.
 
-    Another case's failure counts under the strategies of that case only: elsewhere the same text has another cause.
+    Another case's failure counts under the strategies of that case only: elsewhere the same text
+    has another cause.
     """
     recognized = []
     others = (other for other in cases if other.slug != case.slug)
-    possible = [other for other in others if not attempt.strategy or attempt.strategy in other.axes.strategy]
+    possible = [
+        other for other in others if not attempt.strategy or attempt.strategy in other.axes.strategy
+    ]
     for known in [case, *possible]:
         # A check's name and a bare signal mean something within one script only.
         unrelated = known.slug != case.slug and known.script_name != case.script_name
@@ -180,12 +248,18 @@ def _recognize(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
             match = match_attempt(signature, attempt, failures)
             if match:
                 message = match.message[:MAX_MESSAGE]
-                recognized.append(Recognized(known.slug, signature.name, match.ranks, signature.kind, message))
+                recognized.append(
+                    Recognized(known.slug, signature.name, match.ranks, signature.kind, message)
+                )
     return tuple(recognized)
 
 
 def _judge(
-    case: Case, variant: str, attempt: Attempt, failures: Failures, recognized: tuple[Recognized, ...]
+    case: Case,
+    variant: str,
+    attempt: Attempt,
+    failures: Failures,
+    recognized: tuple[Recognized, ...],
 ) -> Outcome:
     """Apply 2. to 9."""
     matching = [item for item in recognized if item.case == case.slug]
@@ -198,7 +272,10 @@ def _judge(
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]
         different = f"; {_describe(rest[0])}" if rest and not also else ""
         match = matching[0]
-        reason = f"{match.signature} on {list_ranks(match.ranks)}: {first_line(match.message)}{also}{different}"
+        reason = (
+            f"{match.signature} on {list_ranks(match.ranks)}:"
+            f" {first_line(match.message)}{also}{different}"
+        )
         return Outcome("reproduced", reason, ranks=match.ranks)
     if others:
         reason = f"known failure {others[0].case}: {first_line(others[0].message)}"
@@ -207,20 +284,34 @@ def _judge(
         made = _checks(case, attempt) if case.checks else None
         outcome = _failed(attempt, failures.first) or made or _printed(case, attempt)
         return (_left_behind(attempt) if outcome.outcome == "passed" else None) or outcome
-    return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, variant, attempt)
+    return (
+        _failed(attempt, failures.first)
+        or _checks(case, attempt)
+        or _effect(case, variant, attempt)
+    )
 
 
 # -- 4. and 5. hangs and failures that are not known
 
 
 def _failed(attempt: Attempt, first: Failure | None) -> Outcome | None:
-    lost = first and first.secondary and all(rank.raised for rank in attempt.ranks if rank.terminated_by == "timeout")
+    lost = (
+        first
+        and first.secondary
+        and all(rank.raised for rank in attempt.ranks if rank.terminated_by == "timeout")
+    )
     if attempt.timed_out and not lost:
         deadlock = attempt.hang["deadlock"] if attempt.hang else None
         reason = (
-            f"its ranks are deadlocked: {deadlock}" if deadlock else f"the deadline of {attempt.deadline:g} s passed"
+            f"its ranks are deadlocked: {deadlock}"
+            if deadlock
+            else f"the deadline of {attempt.deadline:g} s passed"
         )
-        return Outcome("hang", reason + (f"; {_describe(first)}" if first and not first.secondary else _stuck(attempt)))
+        return Outcome(
+            "hang",
+            reason
+            + (f"; {_describe(first)}" if first and not first.secondary else _stuck(attempt)),
+        )
     if first:
         return Outcome("other_failure", _describe(first), ranks=(first.rank,))
     for rank in attempt.ranks:
@@ -229,7 +320,9 @@ def _failed(attempt: Attempt, first: Failure | None) -> Outcome | None:
             return Outcome("other_failure", f"rank {rank.rank}: {problem}", ranks=(rank.rank,))
     if attempt.missing:
         return Outcome(
-            "other_failure", f"{list_ranks(attempt.missing)} left nothing behind", ranks=tuple(attempt.missing)
+            "other_failure",
+            f"{list_ranks(attempt.missing)} left nothing behind",
+            ranks=tuple(attempt.missing),
         )
     return None
 
@@ -256,32 +349,45 @@ def _unfinished(rank: Rank) -> str | None:
     """Return why a rank that did not fail by itself is still not evidence of passing."""
     if rank.exit_code == 0 and rank.terminated_by == "self":
         return None if rank.done else "exit 0 without its done marker"
-    end = fatal_signal(rank) or (f"exit code {rank.exit_code}" if rank.exit_code is not None else "unknown end")
+    end = fatal_signal(rank) or (
+        f"exit code {rank.exit_code}" if rank.exit_code is not None else "unknown end"
+    )
     how = "finished, but" if rank.done else "did not finish, and"
-    return f"{how} was ended by the {rank.terminated_by} ({end})" if rank.terminated_by != "self" else f"{how} {end}"
+    return (
+        f"{how} was ended by the {rank.terminated_by} ({end})"
+        if rank.terminated_by != "self"
+        else f"{how} {end}"
+    )
 
 
 # -- 6. to 9. of a user's script
 
 
 def _left_behind(attempt: Attempt) -> Outcome | None:
-    """Refuse a rank that ended without Python's exit while a process of it, perhaps the training, ran on."""
+    """Refuse a rank that ended without Python's exit while a process of it, perhaps the training,
+    ran on."""
     ranks = [rank.rank for rank in attempt.ranks if rank.wrote and rank.ended_at is None]
     if not ranks or not attempt.leaked:
         return None
-    reason = f"{list_ranks(ranks)} ended without Python's exit and left processes behind, which were ended"
+    reason = (
+        f"{list_ranks(ranks)} ended without Python's exit and left processes behind, which were"
+        " ended"
+    )
     return _no_evidence("missing_check", reason, ranks)
 
 
 def _printed(case: AdhocCase, attempt: Attempt) -> Outcome:
-    """Every rank of a user's script ended with exit code 0: does the number that it printed show the failure?"""
+    """Every rank of a user's script ended with exit code 0: does the number that it printed show
+    the failure?"""
     metric, printed = case.metric, attempt.printed
     if attempt.command_exit:
         return Outcome("other_failure", f"the command ended with exit code {attempt.command_exit}")
     cut = bool(printed.get("cut"))
     if metric is None:
         if case.log and cut:
-            return _no_evidence("missing_check", "a log was cut, and the line may have been in the missing part")
+            return _no_evidence(
+                "missing_check", "a log was cut, and the line may have been in the missing part"
+            )
         return Outcome("passed", "every rank ended with exit code 0")
     values = printed.get("metric", [])
     if not values or (cut and values[-1]["rank"] != 0):
@@ -307,11 +413,16 @@ def _checks(case: Case, attempt: Attempt) -> Outcome | None:
         for check, made in zip(rank.checks, rank.record["checks"]):
             reason = check.details if check.state == "void" else ""
             if check.name == "steps" and steps not in (None, made.get("expected")):
-                reason = f"it compares with {made.get('expected')} steps, the attempt was to make {steps}"
+                reason = (
+                    f"it compares with {made.get('expected')} steps, the attempt was to make"
+                    f" {steps}"
+                )
             if check.failed:
                 failed.setdefault(check.name, []).append((check.severity, rank.rank, check.details))
             elif reason and void is None:
-                reason = first_line(f"check {check.name} on rank {rank.rank} is no evidence: {reason}")
+                reason = first_line(
+                    f"check {check.name} on rank {rank.rank} is no evidence: {reason}"
+                )
                 void = _no_evidence("missing_check", reason, [rank.rank], check.name)
     if failed:  # the worst first
         order = sorted(failed, key=lambda name: -max(severity for severity, _, _ in failed[name]))
@@ -322,16 +433,22 @@ def _checks(case: Case, attempt: Attempt) -> Outcome | None:
     if void or not missing:
         return void
     name, without = next(iter(missing.items()))
-    return _no_evidence("missing_check", f"check {name} was not made on {list_ranks(without)}", without, name)
+    return _no_evidence(
+        "missing_check", f"check {name} was not made on {list_ranks(without)}", without, name
+    )
 
 
 def _describe_check(name: str, failed: list[tuple[float, int, str]]) -> str:
     _, _, details = max(failed, key=lambda item: item[0])
-    return f"check {name} failed on {list_ranks(rank for _, rank, _ in failed)} ({first_line(details)})"
+    return (
+        f"check {name} failed on {list_ranks(rank for _, rank, _ in failed)}"
+        f" ({first_line(details)})"
+    )
 
 
 def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
-    """Return the checks of the pass criteria that were not made, with the ranks that did not make them."""
+    """Return the checks of the pass criteria that were not made, with the ranks that did not make
+    them."""
     ranks = attempt.ranks if case.pass_criteria.ranks == "all" else attempt.ranks[:1]
     without = {
         name: [rank.rank for rank in ranks if all(check.name != name for check in rank.checks)]

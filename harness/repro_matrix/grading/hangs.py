@@ -1,17 +1,22 @@
-"""Decide whether an attempt hangs: two process samples per rank show no progress, or its ranks are deadlocked. Pure.
+"""Decide whether an attempt hangs: two process samples per rank show no progress, or its ranks are
+deadlocked. Pure.
 
-**Progress.** A sample (launch/sampling.py takes it) holds the CPU time of a rank and everything below it, whether any
-of that was about to run, what it read and wrote, its phase, its stack, and the collectives that it entered. Anything
-that changed is progress. ``stuck`` needs evidence that nothing did: a rank that could not be sampled twice, or whose
-stack and collectives are both unknown, is ``unknown``. A rank that waits on a GPU keeps a core busy: its CPU time is no
-evidence while its main thread is in a wait.
+**Progress.** A sample (launch/sampling.py takes it) holds the CPU time of a rank and everything
+below it, whether any
+of that was about to run, what it read and wrote, its phase, its stack, and the collectives that it
+entered. Anything that changed is progress. ``stuck`` needs evidence that nothing did: a rank that
+could not be sampled twice, or whose stack and collectives are both unknown, is ``unknown``. A rank
+that waits on a GPU keeps a core busy: its CPU time is no evidence while its main thread is in a
+wait.
 
-**Deadlock.** A rank in a collective waits for those members of its process group that have not entered it. Where every
-living rank waits for one that has ended, or that waits itself in the same way, none can go on. Two ranks that entered
-different collectives as the same one of their group never meet either. What each entered comes from torch's flight
-recorder (torch/distributed/flight_recorder is the model of the comparison). It does not hold every collective: gloo's
-send and recv are missing, older releases record NCCL alone. A rank that stands in torch.distributed without an entry
-waits for ranks that are not known.
+**Deadlock.** A rank in a collective waits for those members of its process group that have not
+entered it. Where every
+living rank waits for one that has ended, or that waits itself in the same way, none can go on. Two
+ranks that entered different collectives as the same one of their group never meet either. What each
+entered comes from torch's flight recorder (torch/distributed/flight_recorder is the model of the
+comparison). It does not hold every collective: gloo's send and recv are missing, older releases
+record NCCL alone. A rank that stands in torch.distributed without an entry waits for ranks that are
+not known.
 """
 
 from __future__ import annotations
@@ -60,12 +65,16 @@ def rank_progress(first: Sample | None, second: Sample | None) -> Progress:
             return "progress"
         if first.get("busy") or second.get("busy"):
             return "unknown"  # about to run once: a machine under load gives little CPU time
-    known = any(first.get(key) is not None and second.get(key) is not None for key in ("stack", "collectives_digest"))
+    known = any(
+        first.get(key) is not None and second.get(key) is not None
+        for key in ("stack", "collectives_digest")
+    )
     return "stuck" if known else "unknown"
 
 
 def attempt_progress(samples: Mapping[int, tuple[Sample | None, Sample | None]]) -> Progress:
-    """Judge all ranks together: one that moves is progress, because the others may be waiting for it."""
+    """Judge all ranks together: one that moves is progress, because the others may be waiting for
+    it."""
     ranks = [rank_progress(first, second) for first, second in samples.values()]
     if "progress" in ranks:
         return "progress"
@@ -84,19 +93,26 @@ def _increase(first: Sample, second: Sample, key: str) -> float | None:
 
 
 def timeout_without_hang(attempt: Attempt) -> tuple[InfraErrorKind, str] | None:
-    """Return why an attempt that timed out is not a hang: (kind of infra, message); None where it is one.
+    """Return why an attempt that timed out is not a hang: (kind of infra, message); None where it
+    is one.
 
-    Without samples, a timeout is a hang. So is a rank that failed by itself while the others went on: the grader
-    decides that.
+    Without samples, a timeout is a hang. So is a rank that failed by itself while the others went
+    on: the grader decides that.
     """
-    if not attempt.timed_out or any(rank.raised and not is_peer_error(rank.raised) for rank in attempt.ranks):
+    if not attempt.timed_out or any(
+        rank.raised and not is_peer_error(rank.raised) for rank in attempt.ranks
+    ):
         return None
     hang = attempt.hang
     limit = (hang["limit_s"] if hang else 0.0) or attempt.deadline
     if hang and hang["starting"]:
-        phases = ", ".join(f"rank {rank.rank}: {rank.record['phase'] or 'no record'}" for rank in attempt.ranks)
+        phases = ", ".join(
+            f"rank {rank.rank}: {rank.record['phase'] or 'no record'}" for rank in attempt.ranks
+        )
         return "startup_timeout", f"not started after {limit:g} s ({phases})"
-    pairs = {rank.rank: last_two(rank.samples) for rank in attempt.ranks if rank.samples is not None}
+    pairs = {
+        rank.rank: last_two(rank.samples) for rank in attempt.ranks if rank.samples is not None
+    }
     progress = attempt_progress(pairs) if pairs else "stuck"
     if progress == "progress":
         moved = [
@@ -106,9 +122,19 @@ def timeout_without_hang(attempt: Attempt) -> tuple[InfraErrorKind, str] | None:
         ]
         return "timeout_while_progressing", f"still at work after {limit:g} s: {', '.join(moved)}"
     if progress == "unknown":
-        unknown = {rank: _why_unknown(*pair) for rank, pair in pairs.items() if rank_progress(*pair) == "unknown"}
-        reasons = ", ".join(f"rank {rank}: {reason}" for rank, reason in unknown.items()) or "all had ended"
-        return "unknown", f"timed out after {limit:g} s, and it is not known whether its ranks moved ({reasons})"
+        unknown = {
+            rank: _why_unknown(*pair)
+            for rank, pair in pairs.items()
+            if rank_progress(*pair) == "unknown"
+        }
+        reasons = (
+            ", ".join(f"rank {rank}: {reason}" for rank, reason in unknown.items())
+            or "all had ended"
+        )
+        return (
+            "unknown",
+            f"timed out after {limit:g} s, and it is not known whether its ranks moved ({reasons})",
+        )
     return None
 
 
@@ -122,20 +148,30 @@ def _why_unknown(first: Sample | None, second: Sample | None) -> str:
 
 # -- what a stack shows
 
-_WAITS = frozenset({"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"})
+_WAITS = frozenset(
+    {"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"}
+)
 _DDP_CALLS = {"_distributed_broadcast_coalesced": "broadcast"}  # of its buffers, done in C++
-_DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")  # how an operation is called: never where a rank stands
+_DISPATCH = re.compile(
+    r"torch/(_ops\.py|_library/)"
+)  # how an operation is called: never where a rank stands
 
 
 def blocking_call(stack: str) -> str:
-    """Return the function of torch.distributed in which a main thread waits for others; "" anywhere else.
+    """Return the function of torch.distributed in which a main thread waits for others; "" anywhere
+    else.
 
-    Making groups and connecting (new_group, rendezvous) does not count: it may take long, and ends by itself.
+    Making groups and connecting (new_group, rendezvous) does not count: it may take long, and ends
+    by itself.
     """
     frame = next((frame for frame in _main_frames(stack) if not _DISPATCH.search(frame.file)), None)
     if frame and frame.function in _DDP_CALLS and "/torch/nn/parallel/distributed.py" in frame.file:
         return _DDP_CALLS[frame.function]
-    if frame is None or "/torch/distributed/" not in frame.file or "/torch/distributed/elastic/" in frame.file:
+    if (
+        frame is None
+        or "/torch/distributed/" not in frame.file
+        or "/torch/distributed/elastic/" in frame.file
+    ):
         return ""
     return frame.function if collective_kind(frame.function) or frame.function in _WAITS else ""
 
@@ -151,7 +187,8 @@ def _main_frames(stack: str) -> tuple[CodeLocation, ...]:
 
 
 def stable_stack(stack: str) -> str:
-    """Return what stays the same in a stack while nothing moves: the main thread, and other threads in torch."""
+    """Return what stays the same in a stack while nothing moves: the main thread, and other threads
+    in torch."""
     stable = []
     for thread in parse_threads(stack):
         monitor = any("repro_kit/rank_monitor.py" in frame.file for frame in thread.frames)
@@ -162,15 +199,28 @@ def stable_stack(stack: str) -> str:
 
 # -- deadlock
 
-Group = tuple[str, tuple[int, ...]]  # a name and its ranks: a group's name may mean other ranks elsewhere
+Group = tuple[
+    str, tuple[int, ...]
+]  # a name and its ranks: a group's name may mean other ranks elsewhere
 _KINDS = (
-    "allgather", "reducescatter", "allreducebarrier", "allreduce", "alltoall", "broadcast", "barrier", "gather",
-    "scatter", "reduce", "send", "recv",
-)  # fmt: skip
+    "allgather",
+    "reducescatter",
+    "allreducebarrier",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+    "send",
+    "recv",
+)
 
 
 def collective_kind(op: str) -> str:
-    """Return the kind of a collective, whatever a release or backend calls it; "" for an unknown one."""
+    """Return the kind of a collective, whatever a release or backend calls it; "" for an unknown
+    one."""
     plain = re.sub(r"[^a-z]", "", op.partition(" ")[0].lower())
     kind = next((name for name in _KINDS if plain.startswith(name)), "")
     return "barrier" if kind == "allreducebarrier" else kind
@@ -191,7 +241,9 @@ class RankCollectives:
 
     rank: int
     ended: bool = False
-    blocking_call: str = ""  # the function of torch.distributed in which its main thread waits; "" anywhere else
+    blocking_call: str = (
+        ""  # the function of torch.distributed in which its main thread waits; "" anywhere else
+    )
     entries: tuple[Entry, ...] | None = None
     complete: bool = False  # whether the recorder still holds all that the rank ever entered
 
@@ -200,14 +252,17 @@ class RankCollectives:
         return tuple(entry for entry in self.entries or () if entry.waits)
 
     def last(self, group: Group) -> int | None:
-        """Return the number of the last collective of a group that it entered; None where that is not known."""
+        """Return the number of the last collective of a group that it entered; None where that is
+        not known."""
         if self.entries is None:
             return None
         numbers = [entry.sequence for entry in self.entries if entry.group == group]
         return max(numbers) if numbers else 0 if self.complete else None
 
 
-def rank_collectives(rank: int, ended: bool, inside: str, answer: Collectives | None) -> RankCollectives:
+def rank_collectives(
+    rank: int, ended: bool, inside: str, answer: Collectives | None
+) -> RankCollectives:
     """Read the answer of a rank's monitor (repros/repro_kit/rank_monitor.py)."""
     if not answer or answer["collectives"] is None:
         return RankCollectives(rank, ended, inside)
@@ -216,7 +271,8 @@ def rank_collectives(rank: int, ended: bool, inside: str, answer: Collectives | 
     for item in answer["collectives"]:
         sequence, name = item["sequence"], item["group"]
         if item["p2p"] or sequence is None or name not in groups:
-            continue  # a send is matched by its peer, not by its number: who waits in one is not known
+            # a send is matched by its peer, not by its number: who waits in one is not known
+            continue
         entries.append(Entry((name, groups[name]), sequence, item["op"], item["waits"]))
     return RankCollectives(rank, ended, inside, tuple(entries), answer["complete"])
 
@@ -243,14 +299,19 @@ class Mismatch:
         entered = ", ".join(f"rank {rank} in {op}" for rank, op in sorted(self.ops.items()))
         missing = f"; {list_ranks(self.missing)} did not enter it" if self.missing else ""
         name, members = self.group
-        return f"collective {self.sequence} of group {name} ({list_ranks(members)}): {entered}{missing}"
+        return (
+            f"collective {self.sequence} of group {name} ({list_ranks(members)}):"
+            f" {entered}{missing}"
+        )
 
 
 def find_mismatches(ranks: Iterable[RankCollectives], completed: bool = False) -> list[Mismatch]:
-    """Return every collective that a rank waits in and that a member has not entered, or not as the same kind.
+    """Return every collective that a rank waits in and that a member has not entered, or not as the
+    same kind.
 
-    Contradictions come first, then the earliest. A member of which nothing is known counts as neither. ``completed``:
-    also those that no rank waits in. gloo never completes different ones as the same; NCCL does not compare them.
+    Contradictions come first, then the earliest. A member of which nothing is known counts as
+    neither. ``completed``: also those that no rank waits in. gloo never completes different ones as
+    the same; NCCL does not compare them.
     """
     known = {each.rank: each for each in ranks}
     found = []
@@ -278,12 +339,15 @@ def find_mismatches(ranks: Iterable[RankCollectives], completed: bool = False) -
 def find_deadlock(ranks: Iterable[RankCollectives], busy_waiting: bool = False) -> str | None:
     """Return why these ranks, none of which moves, can never go on; None where they might.
 
-    ``busy_waiting``: they wait on GPUs, where the host is in a synchronize and not in the collective; an entry that
+    ``busy_waiting``: they wait on GPUs, where the host is in a synchronize and not in the
+    collective; an entry that
     waits is then enough for a rank to count as waiting.
     """
     known = {each.rank: each for each in ranks}
     living = {rank: each for rank, each in known.items() if not each.ended}
-    if not living or not all(each.blocking_call or (busy_waiting and each.pending) for each in living.values()):
+    if not living or not all(
+        each.blocking_call or (busy_waiting and each.pending) for each in living.values()
+    ):
         return None  # one is at work elsewhere, or sleeps: the others may be waiting for it
     mismatches = find_mismatches(known.values())
     if mismatches:
@@ -292,21 +356,30 @@ def find_deadlock(ranks: Iterable[RankCollectives], busy_waiting: bool = False) 
 
 
 def _all_blocked(
-    known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives], mismatches: list[Mismatch]
+    known: Mapping[int, RankCollectives],
+    living: Mapping[int, RankCollectives],
+    mismatches: list[Mismatch],
 ) -> bool:
     """Whether every living rank waits for an ended one, or for another that waits so itself."""
     by_entry = {(one.group, one.sequence): one for one in mismatches}
     blocked = set(known)  # the ended ones stay in it
-    while free := {r for r in blocked & set(living) if not _waits_for(living[r], blocked, set(known), by_entry)}:
+    while free := {
+        r for r in blocked & set(living) if not _waits_for(living[r], blocked, set(known), by_entry)
+    }:
         blocked -= free
     return set(living) <= blocked
 
 
 def _waits_for(
-    rank: RankCollectives, blocked: set[int], everyone: set[int], by_entry: Mapping[tuple[Group, int], Mismatch]
+    rank: RankCollectives,
+    blocked: set[int],
+    everyone: set[int],
+    by_entry: Mapping[tuple[Group, int], Mismatch],
 ) -> bool:
     if not rank.pending:
-        return bool(rank.blocking_call) and everyone - {rank.rank} <= blocked  # for whom is not known: for all of them
+        return (
+            bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
+        )  # for whom is not known: for all of them
     for entry in rank.pending:
         mismatch = by_entry.get((entry.group, entry.sequence))
         if mismatch and (mismatch.contradicts or set(mismatch.missing) & blocked):
@@ -314,10 +387,15 @@ def _waits_for(
     return False
 
 
-def _by_calls(known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives]) -> str | None:
-    """Without any entry: ranks that stand in different kinds of collectives, or wait where one has ended."""
+def _by_calls(
+    known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives]
+) -> str | None:
+    """Without any entry: ranks that stand in different kinds of collectives, or wait where one has
+    ended."""
     ended = sorted(set(known) - set(living))
-    calls = ", ".join(f"rank {rank} in {each.blocking_call}" for rank, each in sorted(living.items()))
+    calls = ", ".join(
+        f"rank {rank} in {each.blocking_call}" for rank, each in sorted(living.items())
+    )
     if ended:
         return f"{calls}; {list_ranks(ended)} ended"
     kinds = {collective_kind(each.blocking_call) for each in living.values()}

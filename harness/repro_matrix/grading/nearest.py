@@ -1,9 +1,9 @@
 """Find the measurements that say what to expect of releases without measurements. Pure.
 
-In torch and transformers, some measurements of a cell are not newer than these releases, and some are not older. The
-nearest on both sides count, and what was measured between them (with the torch of one side and the transformers of the
-other). Nearer means: in no package farther. Where one side is missing, or all lie on one side in any package, the
-releases are beyond what was measured.
+In torch and transformers, some measurements of a cell are not newer than these releases, and some
+are not older. The nearest on both sides count, and what was measured between them (with the torch
+of one side and the transformers of the other). Nearer means: in no package farther. Where one side
+is missing, or all lie on one side in any package, the releases are beyond what was measured.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ ORDERING = ("torch", "transformers")
 
 @dataclass(frozen=True)
 class Basis:
-    """What a verdict is compared with: the expectation of its releases, or those of the nearest ones.
+    """What a verdict is compared with: the expectation of its releases, or those of the nearest
+    ones.
 
-    ``releases``: of the nearest, by entry; empty for the expectation itself. ``older``: how many of the entries, the
+    ``releases``: of the nearest, by entry; empty for the expectation itself. ``older``: how many of
+    the entries, the
     first ones, are not newer. ``on_cpu``: they were measured on a CPU, and the verdict elsewhere.
     """
 
@@ -41,8 +43,8 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class _Neighbor:
-    """``signs``: package -> -1 where it was measured with older releases only, 1 with newer ones, else 0. ``ends``: the
-    nearest of them."""
+    """``signs``: package -> -1 where it was measured with older releases only, 1 with newer ones,
+    else 0. ``ends``: the nearest of them."""
 
     entry: Expectation
     signs: Mapping[str, int]
@@ -55,7 +57,9 @@ class _Neighbor:
     def is_near(self, others: Iterable[_Neighbor], package: str) -> bool:
         """Whether it is as near as one of the others, on the same side."""
         sign = self.signs.get(package, 0)
-        ends = [other.ends[package] for other in others if sign and other.signs.get(package) == sign]
+        ends = [
+            other.ends[package] for other in others if sign and other.signs.get(package) == sign
+        ]
         own = self.ends.get(package)
         return not sign or any(end == own or (end < own) == (sign < 0) for end in ends if own)
 
@@ -63,26 +67,33 @@ class _Neighbor:
     def release(self) -> str:
         """Name torch and transformers; the others where these are the same."""
         others = () if self.sides - {0} else (name for name, sign in self.signs.items() if sign)
-        return " + ".join(f"{name} {self.ends[name]}" for name in (*ORDERING, *others) if name in self.ends)
+        return " + ".join(
+            f"{name} {self.ends[name]}" for name in (*ORDERING, *others) if name in self.ends
+        )
 
 
 def nearest(entries: Iterable[Expectation], versions: Mapping[str, str]) -> Basis | None:
-    """Return the nearest of a variant's expectations; None where none was measured with comparable releases."""
+    """Return the nearest of a variant's expectations; None where none was measured with comparable
+    releases."""
     found = [one for one in (_neighbor(entry, versions) for entry in entries) if one]
     older, newer = (_nearest([one for one in found if sign not in one.sides]) for sign in (1, -1))
     mixed = [one for one in found if one.sides >= {-1, 1}]
     ends = (*older, *newer) if older and newer else ()
     between = [one for one in mixed if ends and all(one.is_near(ends, name) for name in ORDERING)]
     chosen = list(dict.fromkeys((*older, *newer, *between)))
-    signs = ([one.signs[name] for one in (*older, *newer) if name in one.signs] for name in versions)
+    signs = (
+        [one.signs[name] for one in (*older, *newer) if name in one.signs] for name in versions
+    )
     beyond = not (older and newer) or any(each and abs(sum(each)) == len(each) for each in signs)
     releases = tuple(one.release for one in chosen)
-    return Basis(tuple(one.entry for one in chosen), releases, beyond, len(older)) if chosen else None
+    return (
+        Basis(tuple(one.entry for one in chosen), releases, beyond, len(older)) if chosen else None
+    )
 
 
 def _neighbor(entry: Expectation, versions: Mapping[str, str]) -> _Neighbor | None:
-    """Place an expectation; None where releases that it needs are not known. A package that is not installed has not
-    taken part."""
+    """Place an expectation; None where releases that it needs are not known. A package that is not
+    installed has not taken part."""
     signs, ends = {}, {}
     for name, bounds in entry.versions.items():
         measured = sorted(release(end[name]) for end in entry.measured_at if name in end)
@@ -94,7 +105,9 @@ def _neighbor(entry: Expectation, versions: Mapping[str, str]) -> _Neighbor | No
             known = inside(bounds, versions[name]) is not None or not measured
             same = known or measured[0] <= here <= measured[-1]
             signs[name] = 0 if same else -1 if measured[-1] < here else 1
-            ends[name] = max((each for each in measured if each <= here), default=(*measured, here)[0])
+            ends[name] = max(
+                (each for each in measured if each <= here), default=(*measured, here)[0]
+            )
     return _Neighbor(entry, signs, ends) if signs else None
 
 

@@ -1,7 +1,8 @@
-"""Read one attempt's observation: what each rank raised, checked and logged, and where that code is installed. Pure.
+"""Read one attempt's observation: what each rank raised, checked and logged, and where that code is
+installed. Pure.
 
-Types are validated where an observation arrives (records/). What ranks wrote into it is not trusted: ``number`` and the
-graders check the values.
+Types are validated where an observation arrives (records/). What ranks wrote into it is not
+trusted: ``number`` and the graders check the values.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from repro_matrix.records.attempt import Rank as RankData
 
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
 _STANDARD_LIBRARY = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")
-_REPROS = re.compile(r"(?:^|/)repros/(?!.*(?:(?:site|dist)-packages/|transformers_modules/|lib/python3)).+\.py$")
-_PROJECT = "repros"  # the first part of an origin that is this project's code (repros/repro_kit/code_location.py)
+_REPROS = re.compile(
+    r"(?:^|/)repros/(?!.*(?:(?:site|dist)-packages/|transformers_modules/|lib/python3)).+\.py$"
+)
+# the first part of an origin that is this project's code (repros/repro_kit/code_location.py)
+_PROJECT = "repros"
 _PROJECT_MODULES = {"__main__", "__mp_main__", "kit", "repro_kit", "repros"}
 _PYSPY = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]+?)(?::\d+)?\)\s*$")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]*)", line \d+,? in (?P<function>.+?)\s*$')
@@ -37,22 +41,34 @@ def in_package(module: str, package: str) -> bool:
 def module_names(file: str) -> tuple[str, ...]:
     """Return the dotted module names that a source file may have, the most likely first.
 
-    Under site-packages or the standard library there is one. Elsewhere (an overlay on PYTHONPATH, a checkout, paths
-    that py-spy shortened) the root is unknown: every suffix of the path is possible.
+    Under site-packages or the standard library there is one. Elsewhere (an overlay on PYTHONPATH, a
+    checkout, paths that py-spy shortened) the root is unknown: every suffix of the path is
+    possible.
     """
     path = file.replace("\\", "/")
     found = _INSTALLED.search(path) or _STANDARD_LIBRARY.search(path)
     rest = found.group(1) if found else path.lstrip("/")
-    parts = [part for part in re.sub(r"\.(py|pyc|so|pyx)$", "", rest).split("/") if part not in ("", ".", "..")]
+    parts = [
+        part
+        for part in re.sub(r"\.(py|pyc|so|pyx)$", "", rest).split("/")
+        if part not in ("", ".", "..")
+    ]
     if parts and parts[-1] == "__init__":
         parts = parts[:-1]
-    return (".".join(parts),) if found else tuple(".".join(parts[start:]) for start in range(len(parts)))
+    return (
+        (".".join(parts),)
+        if found
+        else tuple(".".join(parts[start:]) for start in range(len(parts)))
+    )
 
 
 @lru_cache(maxsize=4096)
 def is_project_code(module: str, file: str) -> bool:
-    """Whether a frame is this project's (the case's script, the kit). Such a frame never counts as upstream."""
-    return module.partition(".")[0] in _PROJECT_MODULES or bool(_REPROS.search(file.replace("\\", "/")))
+    """Whether a frame is this project's (the case's script, the kit). Such a frame never counts as
+    upstream."""
+    return module.partition(".")[0] in _PROJECT_MODULES or bool(
+        _REPROS.search(file.replace("\\", "/"))
+    )
 
 
 def origin_of(file: str, packages: Mapping[str, str]) -> str | None:
@@ -66,7 +82,9 @@ def origin_of(file: str, packages: Mapping[str, str]) -> str | None:
             return name
         folder = root.rstrip("/") + "/"
         if path.startswith(folder):
-            return ".".join(filter(None, (name, *module_names("/site-packages/" + path[len(folder) :]))))
+            return ".".join(
+                filter(None, (name, *module_names("/site-packages/" + path[len(folder) :])))
+            )
     if _REPROS.search(path):
         return None
     installed = _INSTALLED.search(path) or _STANDARD_LIBRARY.search(path)
@@ -77,8 +95,10 @@ def origin_of(file: str, packages: Mapping[str, str]) -> str | None:
 class CodeLocation(NamedTuple):
     """One frame of an exception or of a hung rank's stack.
 
-    ``origin``: the installed module that the code is, as the rank determined it; "repros..." for the project's own; ""
-    for neither; None where only the file is known (a stack from outside the process, a traceback of a log).
+    ``origin``: the installed module that the code is, as the rank determined it; "repros..." for
+    the project's own; ""
+    for neither; None where only the file is known (a stack from outside the process, a traceback of
+    a log).
     """
 
     module: str
@@ -95,7 +115,8 @@ class CodeLocation(NamedTuple):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names to match against: the origin; else the module's own name, else those that its file allows."""
+        """The names to match against: the origin; else the module's own name, else those that its
+        file allows."""
         if self.origin is not None:
             return (self.origin,) if self.origin and not self.is_project else ()
         if self.module not in ("", "builtins"):
@@ -104,24 +125,30 @@ class CodeLocation(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """False for generated code (``<string>``) where only the file is known; such a frame is passed over.
+        """False for generated code (``<string>``) where only the file is known; such a frame is
+        passed over.
 
-        Where the rank looked up the origin, code that has none was generated: it is never passed over.
+        Where the rank looked up the origin, code that has none was generated: it is never passed
+        over.
         """
         return self.origin is not None or bool(self.modules) or self.is_project
 
     @property
     def raises_for_caller(self) -> bool:
-        """Whether it is torch._check or one of its kind, which raises its caller's text: the caller counts."""
+        """Whether it is torch._check or one of its kind, which raises its caller's text: the caller
+        counts."""
         return self.function.startswith("_check") and "torch" in self.modules
 
     def __str__(self) -> str:
-        named = self.origin or (self.modules[0] if self.modules else self.module if self.origin is None else self.file)
+        named = self.origin or (
+            self.modules[0] if self.modules else self.module if self.origin is None else self.file
+        )
         return ".".join(part for part in (named or "?", self.function) if part)
 
 
 class Thread(NamedTuple):
-    """One thread of a stack dump: its frames as printed, with line numbers, and as locations, innermost first."""
+    """One thread of a stack dump: its frames as printed, with line numbers, and as locations,
+    innermost first."""
 
     main: bool
     lines: tuple[str, ...]
@@ -131,19 +158,24 @@ class Thread(NamedTuple):
 def parse_threads(stack: str, packages: Mapping[str, str] | None = None) -> list[Thread]:
     """Parse a stack dump of py-spy or faulthandler; the main thread comes first.
 
-    ``packages``: where the rank's packages are installed; without it, files are located by their path.
+    ``packages``: where the rank's packages are installed; without it, files are located by their
+    path.
     """
     found: list[tuple[bool, list[str], list[CodeLocation]]] = [(True, [], [])]
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
-            # faulthandler calls the interrupted thread the current one; py-spy names the main thread
+            # faulthandler calls the interrupted thread the current one; py-spy names the main
+            # thread
             found.append((line.startswith("Current") or "MainThread" in line, [], []))
             continue
         frame = _FAULTHANDLER.match(line) or _PYSPY.match(line)
         if frame:
             found[-1][1].append(line.strip())
-            # py-spy gives the qualified name (f.<locals>.wrapper); records and faulthandler give the plain one
-            found[-1][2].append(_located(frame["file"], frame["function"].rpartition(".")[2], packages))
+            # py-spy gives the qualified name (f.<locals>.wrapper); records and faulthandler give
+            # the plain one
+            found[-1][2].append(
+                _located(frame["file"], frame["function"].rpartition(".")[2], packages)
+            )
     threads = [Thread(main, tuple(lines), tuple(frames)) for main, lines, frames in found if lines]
     return sorted(threads, key=lambda thread: not thread.main)
 
@@ -166,13 +198,16 @@ class RaisedException:
     @property
     def innermost(self) -> CodeLocation | None:
         """The innermost frame whose origin is known; C code leaves no frame."""
-        return next((f for f in reversed(self.frames) if f.is_known and not f.raises_for_caller), None)
+        return next(
+            (f for f in reversed(self.frames) if f.is_known and not f.raises_for_caller), None
+        )
 
 
 def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
     """Return the raised exception and those that it merely wraps.
 
-    ``cause`` may be anything that was being handled at the time. It counts only where the one that was raised repeats
+    ``cause`` may be anything that was being handled at the time. It counts only where the one that
+    was raised repeats
     its message (a lazy import, a compiler, a pool).
     """
     chain: list[RaisedException] = []
@@ -181,8 +216,10 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
         if chain and (len(message) < 8 or message not in chain[-1].message):
             break
         name, module = exception["type"], exception.get("module", "")
-        frames = (CodeLocation(f["module"], f["file"], f["function"], f.get("code_location"), f["line"])
-                  for f in exception["frames"])  # fmt: skip
+        frames = (
+            CodeLocation(f["module"], f["file"], f["function"], f.get("code_location"), f["line"])
+            for f in exception["frames"]
+        )
         names = frozenset({name, f"{module}.{name}", *exception.get("bases", ())} - {"", "."})
         code = exception.get("error_code")
         chain.append(RaisedException(name, names, exception["message"], tuple(frames), code))
@@ -199,21 +236,30 @@ _TYPES = {"CUDA": "AcceleratorError", "NCCL": "DistBackendError"}
 
 
 def exception_of(data: RankData) -> Exception_ | None:
-    """Return what a rank raised: in its main thread, or in the thread of NCCL's watchdog, which aborts the process.
+    """Return what a rank raised: in its main thread, or in the thread of NCCL's watchdog, which
+    aborts the process.
 
-    Which of the two meets an error of CUDA first is chance. So is whether a limit ends the rank while the watchdog,
-    which knows that a peer has exited, still dumps its collectives. Other errors of NCCL (a truncated message) follow
-    from a mismatch in which the rank hangs.
+    Which of the two meets an error of CUDA first is chance. So is whether a limit ends the rank
+    while the watchdog, which knows that a peer has exited, still dumps its collectives. Other
+    errors of NCCL (a truncated message) follow from a mismatch in which the rank hangs.
     """
     record = data["record"]
     if record and (record["exception"] or record["done"]):
         return record["exception"]
     found = _WATCHDOG.search(data["log_tail"])
     aborted = data["signal"] == "SIGABRT" or data["exit_code"] == -6
-    if not found or not (aborted if data["terminated_by"] == "self" else peer_errors().search(found["message"])):
+    if not found or not (
+        aborted if data["terminated_by"] == "self" else peer_errors().search(found["message"])
+    ):
         return None
-    return {"type": _TYPES[found["of"]], "module": "torch", "bases": ["RuntimeError"], "message": found["message"],
-            "frames": [], "cause": None}  # fmt: skip
+    return {
+        "type": _TYPES[found["of"]],
+        "module": "torch",
+        "bases": ["RuntimeError"],
+        "message": found["message"],
+        "frames": [],
+        "cause": None,
+    }
 
 
 def raised_first(record: Record) -> Exception_ | None:
@@ -224,7 +270,8 @@ def raised_first(record: Record) -> Exception_ | None:
 class LogEntry(NamedTuple):
     """A warning (``name``: its category) or a log record (``name``: its logger).
 
-    ``origin``: the module of the code that logged it. Anybody can use a logger's name, and a warning may blame its
+    ``origin``: the module of the code that logged it. Anybody can use a logger's name, and a
+    warning may blame its
     caller's line; neither counts.
     """
 
@@ -235,9 +282,17 @@ class LogEntry(NamedTuple):
 
 # The record of a rank that wrote none.
 NO_RECORD: Record = {
-    "rank": -1, "phase": "", "done": False, "exception": None, "checks": [], "metrics": {}, "facts": {}, "warnings": [],
-    "logs": [], "versions": {},
-}  # fmt: skip
+    "rank": -1,
+    "phase": "",
+    "done": False,
+    "exception": None,
+    "checks": [],
+    "metrics": {},
+    "facts": {},
+    "warnings": [],
+    "logs": [],
+    "versions": {},
+}
 
 
 def peak_bytes(record: Record, of: Literal["rss", "gpu"]) -> float | None:
@@ -266,7 +321,9 @@ class Rank:
         # The rank monitor's last answer; of a rank that ended by itself on a GPU, its record's.
         self.collectives = data.get("collectives") or self.record.get("collectives")
         self.samples = data.get("samples")  # None: no process samples were taken
-        self.ended_at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
+        self.ended_at = number(
+            self.record.get("ended")
+        )  # by the rank's own clock; None: it did not get that far
 
     @cached_property
     def chain(self) -> list[RaisedException]:
@@ -288,22 +345,31 @@ class Rank:
 
     @cached_property
     def checks(self) -> list[CheckResult]:
-        """What the rank checked, evaluated. Checks of the same name are void, except those that failed."""
+        """What the rank checked, evaluated. Checks of the same name are void, except those that
+        failed."""
         done_at = number(self.record.get("done_at"))
         results = [evaluate(check, done_at) for check in self.record["checks"]]
         count = Counter(one.name for one in results)
         return [
-            replace(one, state="void", details=f"made {count[one.name]} times; {one.details}")
-            if count[one.name] > 1 and not one.failed
-            else one
+            (
+                replace(one, state="void", details=f"made {count[one.name]} times; {one.details}")
+                if count[one.name] > 1 and not one.failed
+                else one
+            )
             for one in results
         ]
 
     @cached_property
     def log_entries(self) -> list[LogEntry]:
         """Warnings and log records, each once."""
-        warnings = (LogEntry(w["category"], w["message"], w["code_location"]) for w in self.record["warnings"])
-        logs = (LogEntry(log["logger"], log["message"], log["code_location"]) for log in self.record["logs"])
+        warnings = (
+            LogEntry(w["category"], w["message"], w["code_location"])
+            for w in self.record["warnings"]
+        )
+        logs = (
+            LogEntry(log["logger"], log["message"], log["code_location"])
+            for log in self.record["logs"]
+        )
         return list(dict.fromkeys([*warnings, *logs]))
 
     @cached_property
@@ -314,7 +380,9 @@ class Rank:
     @cached_property
     def stack_frames(self) -> tuple[CodeLocation, ...]:
         """The frames of a hung rank: innermost first, the main thread first."""
-        return tuple(frame for thread in parse_threads(self.stack, self.packages) for frame in thread.frames)
+        return tuple(
+            frame for thread in parse_threads(self.stack, self.packages) for frame in thread.frames
+        )
 
     @cached_property
     def collective_frames(self) -> tuple[CodeLocation, ...]:
@@ -328,7 +396,8 @@ class Rank:
 
 
 def _record_error(data: RankData) -> str:
-    """Why a record is not evidence: damaged, of another rank, or written by another process than was started."""
+    """Why a record is not evidence: damaged, of another rank, or written by another process than
+    was started."""
     record, pid = data["record"], data.get("pid")
     if data.get("validation_error"):
         return f"its record is damaged: {data['validation_error']}"
@@ -358,8 +427,14 @@ class Attempt:
         self.infra_error = observation["infra_error"]
         self.command_exit = observation.get("command_exit")  # of a user's script
         self.startup_s = attempt.get("startup_s")  # from the start until all ranks were at work
-        self.leaked = [each for each in attempt["leaked_processes"] if not each.startswith("/dev/shm/")]
-        self.printed: Mapping[str, Any] = observation.get("printed", {})  # of a user's script, from its logs
-        self.ranks = sorted((Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank)
+        self.leaked = [
+            each for each in attempt["leaked_processes"] if not each.startswith("/dev/shm/")
+        ]
+        self.printed: Mapping[str, Any] = observation.get(
+            "printed", {}
+        )  # of a user's script, from its logs
+        self.ranks = sorted(
+            (Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank
+        )
         self.world_size = attempt["world_size"]
         self.missing = sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks})

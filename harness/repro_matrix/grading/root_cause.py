@@ -1,10 +1,12 @@
-"""Find which rank failed first and why: itself, the case's script, or a lost peer; and name the failure. Pure.
+"""Find which rank failed first and why: itself, the case's script, or a lost peer; and name the
+failure. Pure.
 
-When one rank fails, the others' connections break: gloo, NCCL and the store raise errors of their own, or the launcher
-stops them. Such *secondary* failures never count while another rank has a primary one.
+When one rank fails, the others' connections break: gloo, NCCL and the store raise errors of their
+own, or the launcher stops them. Such *secondary* failures never count while another rank has a
+primary one.
 
-A failure's id does not depend on its message, which holds sizes and paths: it is a known failure's signature, an
-exception's type and code location, or the name of a failed check.
+A failure's id does not depend on its message, which holds sizes and paths: it is a known failure's
+signature, an exception's type and code location, or the name of a failed check.
 """
 
 from __future__ import annotations
@@ -21,16 +23,31 @@ from repro_matrix.records.outcome import FailureId, Outcome
 from repro_matrix.text import first_line
 
 # Errors of these types mean a lost peer, whatever their message ...
-_PEER_TYPES = frozenset({
-    "DistNetworkError", "DistStoreError", "ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError",
-    "EOFError",
-})  # fmt: skip
+_PEER_TYPES = frozenset(
+    {
+        "DistNetworkError",
+        "DistStoreError",
+        "ConnectionResetError",
+        "ConnectionAbortedError",
+        "BrokenPipeError",
+        "EOFError",
+    }
+)
 # ... and of these when the message says so (config/device_errors.yaml).
-_MESSAGE_TYPES = frozenset({
-    "RuntimeError", "DistError", "DistBackendError", "OSError", "TimeoutError", "ConnectionError",
-})  # fmt: skip
+_MESSAGE_TYPES = frozenset(
+    {
+        "RuntimeError",
+        "DistError",
+        "DistBackendError",
+        "OSError",
+        "TimeoutError",
+        "ConnectionError",
+    }
+)
 _DEVICE_TYPES = frozenset({"RuntimeError", "AcceleratorError", "DistBackendError"})
-_STOPPED_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})  # how a rank learns of its end
+_STOPPED_TYPES = frozenset(
+    {"KeyboardInterrupt", "SystemExit", "SignalException"}
+)  # how a rank learns of its end
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,9 @@ class Failures:
     """The failures of an attempt: the primary ones, and the ranks that only followed them."""
 
     primary: tuple[Failure, ...]  # the earliest first
-    excused: frozenset[int]  # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
+    excused: frozenset[
+        int
+    ]  # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
     ranks: frozenset[int]  # those of ``primary``
 
     @property
@@ -64,21 +83,30 @@ class Failures:
 def find_failures(attempt: Attempt, threads: bool = False) -> Failures:
     """Separate the attempt's primary failures from those that follow from another rank's.
 
-    ``threads``: where no rank failed, and none was stopped at the deadline, those of which a thread failed count.
+    ``threads``: where no rank failed, and none was stopped at the deadline, those of which a thread
+    failed count.
     """
     by_rank = [(rank, failure_of(rank)) for rank in attempt.ranks]
     if threads and not attempt.timed_out and not any(failure for _, failure in by_rank):
-        by_rank = [(rank, _raised(rank, rank.threads[0][0], True) if rank.threads else None) for rank in attempt.ranks]
+        by_rank = [
+            (rank, _raised(rank, rank.threads[0][0], True) if rank.threads else None)
+            for rank in attempt.ranks
+        ]
     failed = sorted((f for _, f in by_rank if f is not None), key=lambda f: (f.ended_at, f.rank))
     # Where no rank failed otherwise, a lost connection is the failure, not a consequence of one.
     primary = [failure for failure in failed if not failure.secondary] or failed
     ranks = frozenset(failure.rank for failure in primary)
-    excused = {r.rank for r, f in by_rank if r.rank not in ranks and (f is not None or r.terminated_by != "self")}
+    excused = {
+        r.rank
+        for r, f in by_rank
+        if r.rank not in ranks and (f is not None or r.terminated_by != "self")
+    }
     return Failures(tuple(primary), frozenset(excused), ranks)
 
 
 def failure_of(rank: Rank) -> Failure | None:
-    """Return how this rank failed by itself; None when it finished, hung, or was stopped because of another."""
+    """Return how this rank failed by itself; None when it finished, hung, or was stopped because of
+    another."""
     if rank.raised is not None:
         return _raised(rank, rank.raised)
     if rank.terminated_by != "self":
@@ -96,18 +124,41 @@ def failure_of(rank: Rank) -> Failure | None:
         return Failure(rank.rank, "signal", ended_at, name, last, location, secondary)
     if rank.exit_code:
         secondary = bool(peer_errors().search(last))
-        return Failure(rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, location, secondary)
+        return Failure(
+            rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, location, secondary
+        )
     if not rank.done and rank.exit_code == 0:
-        return Failure(rank.rank, "left", ended_at, "exit code 0", "it ended without its done marker", "", False)
+        return Failure(
+            rank.rank,
+            "left",
+            ended_at,
+            "exit code 0",
+            "it ended without its done marker",
+            "",
+            False,
+        )
     return None
 
 
 def _raised(rank: Rank, raised: RaisedException, in_thread: bool = False) -> Failure:
     ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
-    # An exception is the rank's own even if the launcher stopped it later, unless it is how it learned of that.
-    secondary = is_peer_error(raised) or (rank.terminated_by != "self" and bool(raised.names & _STOPPED_TYPES))
+    # An exception is the rank's own even if the launcher stopped it later, unless it is how it
+    # learned of that.
+    secondary = is_peer_error(raised) or (
+        rank.terminated_by != "self" and bool(raised.names & _STOPPED_TYPES)
+    )
     location, name = str(raised.innermost or ""), asynchronous_error(raised) or raised.type
-    return Failure(rank.rank, "exception", ended_at, name, raised.message, location, secondary, raised, in_thread)
+    return Failure(
+        rank.rank,
+        "exception",
+        ended_at,
+        name,
+        raised.message,
+        location,
+        secondary,
+        raised,
+        in_thread,
+    )
 
 
 def is_peer_error(raised: RaisedException) -> bool:
@@ -118,8 +169,11 @@ def is_peer_error(raised: RaisedException) -> bool:
 
 
 def asynchronous_error(raised: RaisedException) -> str:
-    """Return the name of a CUDA error that a kernel caused earlier, so that the place of its exception is chance."""
-    error = device_error(raised.message, raised.error_code) if raised.names & _DEVICE_TYPES else None
+    """Return the name of a CUDA error that a kernel caused earlier, so that the place of its
+    exception is chance."""
+    error = (
+        device_error(raised.message, raised.error_code) if raised.names & _DEVICE_TYPES else None
+    )
     return error.name if error and error.kind == "asynchronous" else ""
 
 
@@ -137,11 +191,12 @@ def fatal_signal(rank: Rank) -> str:
 
 
 def script_error(failures: Failures) -> str | None:
-    """Describe the error of the case's script or the kit that came before everything else; None where none did.
+    """Describe the error of the case's script or the kit that came before everything else; None
+    where none did.
 
-    An exception is the script's when its innermost frame is, by origin. Python's own library and generated code
-    (``<string>``) stand for their caller. What upstream raised is never the script's, whatever it was called with, nor
-    is an error of an earlier kernel.
+    An exception is the script's when its innermost frame is, by origin. Python's own library and
+    generated code (``<string>``) stand for their caller. What upstream raised is never the
+    script's, whatever it was called with, nor is an error of an earlier kernel.
     """
     first = failures.first
     raised = first.raised if first and not first.secondary else None
@@ -156,7 +211,8 @@ def script_error(failures: Failures) -> str | None:
 
 
 def _script_frame(raised: RaisedException) -> CodeLocation | None:
-    """Return the frame to blame when it is the script's, or pretends to be an installed file's; else None."""
+    """Return the frame to blame when it is the script's, or pretends to be an installed file's;
+    else None."""
     for frame in reversed(raised.frames):
         if frame.is_project or (not frame.origin and "-packages/" in frame.file):
             return frame
@@ -170,7 +226,8 @@ def _script_frame(raised: RaisedException) -> CodeLocation | None:
 
 
 def portable_path(file: str) -> str:
-    """Return a path that is the same on every machine: from ``repros/``, or from the packages' folder."""
+    """Return a path that is the same on every machine: from ``repros/``, or from the packages'
+    folder."""
     path = file.replace("\\", "/")
     if "-packages/" in path:
         return path.rpartition("-packages/")[2]
@@ -181,23 +238,32 @@ def portable_path(file: str) -> str:
 
 
 def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
-    """Identify the failure of one attempt: none where it passed or is no evidence, several where more checks failed."""
+    """Identify the failure of one attempt: none where it passed or is no evidence, several where
+    more checks failed."""
     if outcome.outcome not in ("reproduced", "other_failure"):
         return ()
     reproduced = outcome.outcome == "reproduced"
-    known = [item for item in outcome.recognized if item.case == case] if reproduced else list(outcome.others(case))
+    known = (
+        [item for item in outcome.recognized if item.case == case]
+        if reproduced
+        else list(outcome.others(case))
+    )
     if known:
         return (FailureId(case=known[0].case, signature=known[0].signature),)
     primary = outcome.primary
     if primary is not None:
-        # Where the main thread stood when a signal came, or an earlier kernel's error, is chance; an exit code has no
-        # location at all.
-        late = any(row.name == primary.type and row.kind == "asynchronous" for row in device_errors())
+        # Where the main thread stood when a signal came, or an earlier kernel's error, is chance;
+        # an exit code has no location at all.
+        late = any(
+            row.name == primary.type and row.kind == "asynchronous" for row in device_errors()
+        )
         location = primary.location if primary.kind == "exception" and not late else ""
         return (FailureId(type=primary.type, code_location=location or None),)
     if outcome.failed:
         return tuple(FailureId(check=name) for name in outcome.failed)
-    return (FailureId(type="unfinished"),)  # a rank left nothing behind, or was stopped without failing by itself
+    return (
+        FailureId(type="unfinished"),
+    )  # a rank left nothing behind, or was stopped without failing by itself
 
 
 def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[FailureId, ...]:

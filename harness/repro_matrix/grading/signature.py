@@ -2,23 +2,30 @@
 
 What counts, by kind:
 
-- ``exception``: the type (or a base), the message, the package of the innermost frame, and the declared frames. Frames
-  of the case's own script never count, so a script cannot raise its own signature. Only what was raised counts, not
-  what was being handled at the time, unless the raised exception merely wraps it (repeats its message). It may have
+- ``exception``: the type (or a base), the message, the package of the innermost frame, and the
+  declared frames. Frames
+  of the case's own script never count, so a script cannot raise its own signature. Only what was
+  raised counts, not
+  what was being handled at the time, unless the raised exception merely wraps it (repeats its
+  message). It may have
   ended the rank or one of its threads, or be of a destructor or atexit handler.
 - ``log``: a warning or log record that the package made.
 - ``check``: a check of that name that failed on a rank which finished.
-- ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a collective that it
-  waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder shows that ranks
-  entered different collectives, and the signature names which, that must agree, too. With NCCL, which does not compare
-  them, one may have completed: a rank that went on, or ended, does not show its frame. (NCCL 2.28 over sockets
+- ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a
+  collective that it
+  waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder
+  shows that ranks
+  entered different collectives, and the signature names which, that must agree, too. With NCCL,
+  which does not compare
+  them, one may have completed: a rank that went on, or ended, does not show its frame. (NCCL 2.28
+  over sockets
   completed none of ten; other transports were not measured.)
 - ``signal``: a rank died of it by itself, with the declared frames on its stack.
 
 A failure that only follows from another rank's (root_cause.py) never matches.
 
-A pattern must be specific: it may match none of the messages in ``unrelated_messages.txt``, real error messages of the
-packages under test and of Python, one per line.
+A pattern must be specific: it may match none of the messages in ``unrelated_messages.txt``, real
+error messages of the packages under test and of Python, one per line.
 """
 
 from __future__ import annotations
@@ -33,7 +40,13 @@ from pathlib import Path
 
 from repro_matrix.config.schema import Case, Collective, Frame, Signature
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
-from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank, in_package
+from repro_matrix.grading.observation import (
+    Attempt,
+    CodeLocation,
+    RaisedException,
+    Rank,
+    in_package,
+)
 from repro_matrix.grading.root_cause import Failures, fatal_signal, is_peer_error
 from repro_matrix.text import first_line
 
@@ -52,9 +65,14 @@ class Match:
 def match_attempt(
     signature: Signature, attempt: Attempt, failures: Failures, backend: str | None = None
 ) -> Match | None:
-    """Match one signature against a parsed observation and its failures; ``backend`` defaults to the observation's."""
+    """Match one signature against a parsed observation and its failures; ``backend`` defaults to
+    the observation's."""
     messages: dict[int, str] = {}
-    if signature.accelerator and attempt.accelerator and signature.accelerator != attempt.accelerator:
+    if (
+        signature.accelerator
+        and attempt.accelerator
+        and signature.accelerator != attempt.accelerator
+    ):
         return None  # the failure does not exist there
     if signature.kind == "hang":
         messages = _hang(signature, attempt, failures)
@@ -74,8 +92,9 @@ def match_attempt(
 
 def _on_all_ranks(
     signature: Signature, messages: Mapping[int, str], attempt: Attempt, failures: Failures
-) -> bool:  # fmt: skip
-    """Whether every rank that could show it does; one that only followed another's failure does not count against."""
+) -> bool:
+    """Whether every rank that could show it does; one that only followed another's failure does not
+    count against."""
     excused = failures.excused
     if signature.kind == "hang":  # the ranks that the deadline stopped are the ones that hang
         excused = excused - {rank.rank for rank in attempt.ranks if rank.terminated_by == "timeout"}
@@ -96,17 +115,26 @@ def _patterns(signature: Signature, backend: str) -> Patterns:
     return (_compiled(signature.message),) if signature.message else ()
 
 
-def _exception(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+def _exception(
+    signature: Signature, rank: Rank, patterns: Patterns, failures: Failures
+) -> str | None:
     ended = [rank.chain] if rank.rank in failures.ranks else []
-    ignored = [c for c in (*rank.threads, *rank.unraisable) if not (failures.primary and is_peer_error(c[0]))]
+    ignored = [
+        c
+        for c in (*rank.threads, *rank.unraisable)
+        if not (failures.primary and is_peer_error(c[0]))
+    ]
     for raised in chain.from_iterable([*ended, *ignored]):
         if _is_raised(signature, raised, patterns):
             return raised.message
     return None
 
 
-# Functions of torch that raise what other code failed with: a DataLoader's worker, a future's callback.
-_RERAISERS = frozenset({("torch._utils", "reraise"), ("torch.futures", "wait"), ("torch.futures", "value")})
+# Functions of torch that raise what other code failed with: a DataLoader's worker, a future's
+# callback.
+_RERAISERS = frozenset(
+    {("torch._utils", "reraise"), ("torch.futures", "wait"), ("torch.futures", "value")}
+)
 
 
 def _is_raised(signature: Signature, raised: RaisedException, patterns: Patterns) -> bool:
@@ -115,11 +143,14 @@ def _is_raised(signature: Signature, raised: RaisedException, patterns: Patterns
     if not any(pattern.search(raised.message) for pattern in patterns):
         return False
     frame = raised.innermost
-    if signature.package is not None and (  # None: of a user's script, which may raise its failure itself
-        frame is None
-        or frame.is_project
-        or not any(in_package(name, signature.package) for name in frame.modules)
-        or any((name, frame.function) in _RERAISERS for name in frame.modules)
+    if (
+        signature.package is not None
+        and (  # None: of a user's script, which may raise its failure itself
+            frame is None
+            or frame.is_project
+            or not any(in_package(name, signature.package) for name in frame.modules)
+            or any((name, frame.function) in _RERAISERS for name in frame.modules)
+        )
     ):
         return False
     return all(_has_frame(wanted, raised.frames) for wanted in signature.frames)
@@ -145,9 +176,17 @@ def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failu
 
 
 def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
-    if rank.exit_code and rank.terminated_by == "self" and signature.signal == f"exit code {rank.exit_code}":
+    if (
+        rank.exit_code
+        and rank.terminated_by == "self"
+        and signature.signal == f"exit code {rank.exit_code}"
+    ):
         return signature.signal  # of a user's script: ``--exit CODE``
-    if rank.rank not in failures.ranks or rank.terminated_by != "self" or fatal_signal(rank) != signature.signal:
+    if (
+        rank.rank not in failures.ranks
+        or rank.terminated_by != "self"
+        or fatal_signal(rank) != signature.signal
+    ):
         return None
     # Any bug can end in SIGSEGV; declared frames tell which one it was.
     if not all(_has_frame(frame, rank.stack_frames) for frame in signature.frames):
@@ -160,7 +199,8 @@ _MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _s
 
 
 def _has_frame(wanted: Frame, frames: Iterable[CodeLocation]) -> bool:
-    """Whether one upstream frame has both the module and the function (each a regular expression, whole match)."""
+    """Whether one upstream frame has both the module and the function (each a regular expression,
+    whole match)."""
     module, function = _compiled(wanted.module), _compiled(wanted.function)
     return any(
         function.fullmatch(frame.function) and any(module.fullmatch(name) for name in frame.modules)
@@ -174,9 +214,15 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
 
     A rank that waits for another one which failed is not a hang of its own.
     """
-    if not signature.frames and not signature.collective:  # of a user's script: it has not ended by then
+    if (
+        not signature.frames and not signature.collective
+    ):  # of a user's script: it has not ended by then
         late = attempt.timed_out or _work_s(attempt) > (attempt.deadline or math.inf)
-        return {rank.rank: f"did not end within {attempt.deadline:g} s" for rank in attempt.ranks if late}
+        return {
+            rank.rank: f"did not end within {attempt.deadline:g} s"
+            for rank in attempt.ranks
+            if late
+        }
     failed = any(f.kind != "left" and not f.secondary for f in failures.primary)
     if not attempt.timed_out or failed:
         return {}
@@ -185,16 +231,25 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
     if signature.collective:
         mismatches = diverged(attempt)
         if mismatches:
-            matching = next((each for each in mismatches if _is_mismatch(signature.collective, each, attempt)), None)
+            matching = next(
+                (each for each in mismatches if _is_mismatch(signature.collective, each, attempt)),
+                None,
+            )
             if matching is None:
                 return {}
             messages = dict.fromkeys(matching.ops, str(matching))
             if completes_mismatches(attempt):
-                unseen = sum(not rank.collective_frames for rank in attempt.ranks if rank.rank in matching.group[1])
+                unseen = sum(
+                    not rank.collective_frames
+                    for rank in attempt.ranks
+                    if rank.rank in matching.group[1]
+                )
     for wanted in signature.frames:
         stuck: dict[int, str] = {}
         for rank in attempt.ranks:
-            frames = (f for f in (*rank.stack_frames, *rank.collective_frames) if _has_frame(wanted, [f]))
+            frames = (
+                f for f in (*rank.stack_frames, *rank.collective_frames) if _has_frame(wanted, [f])
+            )
             if frame := next(frames, None):
                 stuck[rank.rank] = f"stuck in {frame}"
         if not stuck and not unseen:
@@ -205,9 +260,12 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
 
 
 def _work_s(attempt: Attempt) -> float:
-    """Return how long the ranks worked by their records: one that ends while it is sampled was not ended by anyone."""
+    """Return how long the ranks worked by their records: one that ends while it is sampled was not
+    ended by anyone."""
     began = (attempt.started or 0.0) + (attempt.startup_s or 0.0)
-    return max((rank.ended_at - began for rank in attempt.ranks if rank.ended_at is not None), default=0.0)
+    return max(
+        (rank.ended_at - began for rank in attempt.ranks if rank.ended_at is not None), default=0.0
+    )
 
 
 def completes_mismatches(attempt: Attempt) -> bool:
@@ -216,19 +274,30 @@ def completes_mismatches(attempt: Attempt) -> bool:
 
 
 def diverged(attempt: Attempt) -> list[Mismatch]:
-    """Return the collectives that its ranks did not enter together, as far as the flight recorder shows them."""
+    """Return the collectives that its ranks did not enter together, as far as the flight recorder
+    shows them."""
     nccl = completes_mismatches(attempt)
-    ranks = (rank_collectives(r.rank, nccl and r.terminated_by == "self", "", r.collectives) for r in attempt.ranks)
+    ranks = (
+        rank_collectives(r.rank, nccl and r.terminated_by == "self", "", r.collectives)
+        for r in attempt.ranks
+    )
     return find_mismatches(ranks, nccl)
 
 
 def _is_mismatch(wanted: Collective, mismatch: Mismatch, attempt: Attempt) -> bool:
-    """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives entered.
+    """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives
+    entered.
 
     With NCCL a rank may have passed its part and ended, so that nothing shows what it was.
     """
-    matched = [any(_compiled(kind).fullmatch(family) for family in mismatch.kinds) for kind in wanted.kinds]
-    ended = [rank for rank in attempt.ranks if rank.rank in mismatch.missing and rank.terminated_by == "self"]
+    matched = [
+        any(_compiled(kind).fullmatch(family) for family in mismatch.kinds) for kind in wanted.kinds
+    ]
+    ended = [
+        rank
+        for rank in attempt.ranks
+        if rank.rank in mismatch.missing and rank.terminated_by == "self"
+    ]
     return all(matched) or bool(ended and completes_mismatches(attempt) and any(matched))
 
 
@@ -236,7 +305,8 @@ def _is_mismatch(wanted: Collective, mismatch: Mismatch, attempt: Attempt) -> bo
 
 
 def near_misses(signatures: Iterable[Signature], attempt: Attempt, failures: Failures) -> str:
-    """Describe how exception signatures just missed the first exception, part by part; "" when none was close."""
+    """Describe how exception signatures just missed the first exception, part by part; "" when none
+    was close."""
     raised = next((failure.raised for failure in failures.primary if failure.raised), None)
     if raised is None:
         return ""
@@ -257,11 +327,22 @@ def _near_miss(signature: Signature, raised: RaisedException, backend: str) -> s
     parts = (
         ("type", kind, raised.type, signature.type),
         ("message", message, first_line(raised.message), " | ".join(message_patterns(signature))),
-        ("package", package, modules[0].partition(".")[0] if modules else "none", signature.package),
+        (
+            "package",
+            package,
+            modules[0].partition(".")[0] if modules else "none",
+            signature.package,
+        ),
     )
-    words = [f"{name} ok" if ok else f"{name}: {actual}, declared {declared}" for name, ok, actual, declared in parts]
+    words = [
+        f"{name} ok" if ok else f"{name}: {actual}, declared {declared}"
+        for name, ok, actual, declared in parts
+    ]
     missing = (each for each in signature.frames if not _has_frame(each, raised.frames))
-    return f"{signature.name}: {', '.join([*words, *(f'no frame {each.module} {each.function}' for each in missing)])}"
+    return (
+        f"{signature.name}:"
+        f" {', '.join([*words, *(f'no frame {each.module} {each.function}' for each in missing)])}"
+    )
 
 
 # -- specificity
@@ -273,8 +354,13 @@ _ESCAPES = {"n": "\n", "t": "\t"}
 @cache
 def unrelated_messages() -> tuple[str, ...]:
     """Return the listed messages, and the empty one."""
-    listed = (line.partition(": ")[2] for line in _UNRELATED.read_text(encoding="utf-8").splitlines())
-    return "", *(re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), message) for message in listed)
+    listed = (
+        line.partition(": ")[2] for line in _UNRELATED.read_text(encoding="utf-8").splitlines()
+    )
+    return "", *(
+        re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), message)
+        for message in listed
+    )
 
 
 def message_patterns(signature: Signature) -> list[str]:
@@ -284,14 +370,22 @@ def message_patterns(signature: Signature) -> list[str]:
 def unrelated_matches(signature: Signature) -> list[str]:
     """Return the unrelated messages that a signature's patterns match."""
     patterns = [_compiled(text) for text in message_patterns(signature)]
-    return [message for message in unrelated_messages() if any(pattern.search(message) for pattern in patterns)]
+    return [
+        message
+        for message in unrelated_messages()
+        if any(pattern.search(message) for pattern in patterns)
+    ]
 
 
 def overbroad_signature(case: Case) -> str | None:
-    """Describe the first signature of a case that matches unrelated messages; None where none does."""
+    """Describe the first signature of a case that matches unrelated messages; None where none
+    does."""
     for signature in case.signatures:
         found = unrelated_matches(signature)
         if found:
             example = first_line(found[0], 100)
-            return f"signature {signature.name} matches {len(found)} messages that are not its failure: {example!r}"
+            return (
+                f"signature {signature.name} matches {len(found)} messages that are not its"
+                f" failure: {example!r}"
+            )
     return None

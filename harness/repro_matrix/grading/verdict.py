@@ -1,6 +1,7 @@
 """Grade a variant over all its attempts: the outcomes of a cell -> a verdict per fix variant. Pure.
 
-Only attempts that ran count: ``skipped`` and ``infra_error`` are no evidence, and never make a verdict more certain.
+Only attempts that ran count: ``skipped`` and ``infra_error`` are no evidence, and never make a
+verdict more certain.
 
 ===============================  ================  ======================================
 unfixed                          fix               verdict
@@ -30,7 +31,11 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM, VerdictName
-from repro_matrix.grading.expectations import capability_difference, depends_on_capabilities, settings_difference
+from repro_matrix.grading.expectations import (
+    capability_difference,
+    depends_on_capabilities,
+    settings_difference,
+)
 from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Cell
@@ -38,14 +43,15 @@ from repro_matrix.records.outcome import FAILING, Interval, Outcome, Verdict
 from repro_matrix.text import counted
 
 NO_EVIDENCE = ("skipped", "infra_error")
-# The packages whose releases make failures come and go; other differences between stacks date nothing.
+# The packages whose releases make failures come and go; other differences between stacks date
+# nothing.
 DATED = frozenset({*UPSTREAM, "trl"})
 
 
 @dataclass(frozen=True)
 class OlderReproduction:
-    """The older stack on which the unfixed variant reproduced; and one where it did, but the measurement is not
-    comparable."""
+    """The older stack on which the unfixed variant reproduced; and one where it did, but the
+    measurement is not comparable."""
 
     stack: str | None = None
     not_comparable: str | None = None
@@ -75,13 +81,15 @@ def judge(
     facts: Mapping[str, Any] | None = None,
     changed: Sequence[str] = (),
 ) -> dict[str, Verdict]:
-    """Return one verdict per fix variant of a failure, or of a control's one variant; variants without ``outcomes``
-    have none.
+    """Return one verdict per fix variant of a failure, or of a control's one variant; variants
+    without ``outcomes`` have none.
 
-    ``history`` are stored documents of the same cell on other stacks. With ``versions`` (this stack's) only those of an
-    older stack count; with ``settings`` (of the unfixed variant) only those with comparable settings, on a machine with
-    the same capabilities (``facts``) where the unfixed variant depends on them. ``changed``: files of this stack that
-    are not as their packages installed them; such a stack says nothing about a release.
+    ``history`` are stored documents of the same cell on other stacks. With ``versions`` (this
+    stack's) only those of an
+    older stack count; with ``settings`` (of the unfixed variant) only those with comparable
+    settings, on a machine with the same capabilities (``facts``) where the unfixed variant depends
+    on them. ``changed``: files of this stack that are not as their packages installed them; such a
+    stack says nothing about a release.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
@@ -91,8 +99,15 @@ def judge(
         older = OlderReproduction(None, f"{older.stack}, where it reproduced: here, {changed[0]}")
     unfixed = outcomes.get("unfixed", ())
     fixes = [variant for variant in case.variants if variant != "unfixed" and variant in outcomes]
-    verdicts = {variant: judge_pair(case.slug, unfixed, outcomes[variant], older) for variant in fixes}
-    if case.expect or older.stack or older.not_comparable or "reproduced" in {outcome.outcome for outcome in unfixed}:
+    verdicts = {
+        variant: judge_pair(case.slug, unfixed, outcomes[variant], older) for variant in fixes
+    }
+    if (
+        case.expect
+        or older.stack
+        or older.not_comparable
+        or "reproduced" in {outcome.outcome for outcome in unfixed}
+    ):
         return verdicts
     return {variant: _never_reproduced(verdict, unfixed) for variant, verdict in verdicts.items()}
 
@@ -103,7 +118,8 @@ def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def count_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return ``reproduced 3/3``, ``reproduced 2/3, passed 1/3`` or, without evidence, ``skipped: needs 2 GPUs``."""
+    """Return ``reproduced 3/3``, ``reproduced 2/3, passed 1/3`` or, without evidence, ``skipped:
+    needs 2 GPUs``."""
     counted = evidence(outcomes)
     if not counted:
         return _why_no_evidence(outcomes)
@@ -113,16 +129,25 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
 
 
 def _never_reproduced(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
-    """Of a case that was never seen to reproduce, and does not here: its script or signature may be what is wrong."""
+    """Of a case that was never seen to reproduce, and does not here: its script or signature may be
+    what is wrong."""
     if not verdict.measured or verdict.name in ("INCONCLUSIVE", "FLAKY"):
         return verdict
     counted = evidence(unfixed)
-    reason = f"no stored measurement shows this failure, and unfixed is {count_outcomes(counted)}: {counted[0].reason}"
-    return replace(verdict, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True)
+    reason = (
+        f"no stored measurement shows this failure, and unfixed is {count_outcomes(counted)}:"
+        f" {counted[0].reason}"
+    )
+    return replace(
+        verdict, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True
+    )
 
 
 def judge_pair(
-    case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], older: OlderReproduction = NO_HISTORY
+    case: str,
+    all_unfixed: Sequence[Outcome],
+    all_fix: Sequence[Outcome],
+    older: OlderReproduction = NO_HISTORY,
 ) -> Verdict:
     """Grade a variant against the unfixed one, or any other one in its place."""
     unfixed, fix = evidence(all_unfixed), evidence(all_fix)
@@ -131,27 +156,42 @@ def judge_pair(
     note = f" ({counted(lost, 'attempt')} not counted)" if lost and unfixed and fix else ""
     for name, outcomes in (("unfixed", unfixed), ("the fix", fix)):
         if outcomes and all(outcome.blocking for outcome in outcomes):
-            note += f"; {name} only with CUDA_LAUNCH_BLOCKING=1, without which it ends with an asynchronous CUDA error"
+            note += (
+                f"; {name} only with CUDA_LAUNCH_BLOCKING=1, without which it ends with an"
+                " asynchronous CUDA error"
+            )
 
     def verdict(name: VerdictName, reason: str, failing: Sequence[Outcome] = ()) -> Verdict:
         ids = all_failure_ids(case, failing) if name in FAILING else ()
-        return replace(base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids)
+        return replace(
+            base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids
+        )
 
     if not unfixed:
         return _not_measured(base, f"unfixed: {_why_no_evidence(all_unfixed)}", all_unfixed)
     if not fix:
-        return _not_measured(base, f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix)
+        return _not_measured(
+            base, f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix
+        )
     kinds, fix_kinds = {o.outcome for o in unfixed}, {o.outcome for o in fix}
     both = f"unfixed {count_outcomes(unfixed)}; fix {count_outcomes(fix)}"
     if len(kinds) > 1 or len(fix_kinds) > 1:
         return verdict("FLAKY", both, fix)
     before, after = kinds.pop(), fix_kinds.pop()
     if before == "hang":
-        return verdict("INCONCLUSIVE", f"unfixed hangs, which is not its signature: {unfixed[0].reason}")
+        return verdict(
+            "INCONCLUSIVE", f"unfixed hangs, which is not its signature: {unfixed[0].reason}"
+        )
     if before == "other_failure":
-        return verdict("SIGNATURE_MISMATCH", f"unfixed fails, but not with its signature: {unfixed[0].reason}", unfixed)
+        return verdict(
+            "SIGNATURE_MISMATCH",
+            f"unfixed fails, but not with its signature: {unfixed[0].reason}",
+            unfixed,
+        )
     if after == "hang":
-        return verdict("INCONCLUSIVE", f"unfixed {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}")
+        return verdict(
+            "INCONCLUSIVE", f"unfixed {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}"
+        )
     if before == "passed":
         if after != "passed":
             return verdict("FIX_BREAKS", f"unfixed passes, the fix fails: {fix[0].reason}", fix)
@@ -162,9 +202,13 @@ def judge_pair(
     if after == "passed":
         return verdict("FIXED", both)
     if after == "reproduced":
-        shares = f"fails {len(unfixed)}/{len(unfixed)} without the fix, {len(fix)}/{len(fix)} with it"
+        shares = (
+            f"fails {len(unfixed)}/{len(unfixed)} without the fix, {len(fix)}/{len(fix)} with it"
+        )
         return verdict("NOT_FIXED", f"{shares}: {fix[0].reason}", fix)
-    reason = f"unfixed {count_outcomes(unfixed)}; the fix shows a different failure: {fix[0].reason}"
+    reason = (
+        f"unfixed {count_outcomes(unfixed)}; the fix shows a different failure: {fix[0].reason}"
+    )
     return verdict("DIFFERENT_FAILURE", reason, fix)
 
 
@@ -181,7 +225,9 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
     if kinds == {"hang"}:
         return replace(base, reason=f"it hangs: {counted[0].reason}")
     reason, ids = f"{count_outcomes(counted)}: {counted[0].reason}", all_failure_ids("", counted)
-    return replace(base, name="FAILED", reason=reason, named_case=_named("", counted), failure_ids=ids)
+    return replace(
+        base, name="FAILED", reason=reason, named_case=_named("", counted), failure_ids=ids
+    )
 
 
 def _counts(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
@@ -190,7 +236,9 @@ def _counts(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
     passed = sum(outcome.outcome == "passed" for outcome in fix)
     interval = wilson(passed, len(fix)) if fix else None
     unfixed_interval = wilson(reproduced, len(unfixed)) if unfixed else None
-    return Verdict("INCONCLUSIVE", "", reproduced, len(unfixed), passed, len(fix), interval, unfixed_interval)
+    return Verdict(
+        "INCONCLUSIVE", "", reproduced, len(unfixed), passed, len(fix), interval, unfixed_interval
+    )
 
 
 def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Verdict:
@@ -199,28 +247,41 @@ def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Ve
 
 
 def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
-    """Return the other known failure that occurred most often; of equally many the first by name."""
-    failed = (outcome.others(case)[:1] for outcome in outcomes if outcome.outcome == "other_failure")
+    """Return the other known failure that occurred most often; of equally many the first by
+    name."""
+    failed = (
+        outcome.others(case)[:1] for outcome in outcomes if outcome.outcome == "other_failure"
+    )
     count = Counter(item.case for others in failed for item in others)
     return min(count, key=lambda name: (-count[name], name), default=None)
 
 
 def _why_no_evidence(outcomes: Sequence[Outcome]) -> str:
-    return "; ".join(dict.fromkeys(f"{outcome.outcome}: {outcome.reason}" for outcome in outcomes)) or "not run"
+    return (
+        "; ".join(dict.fromkeys(f"{outcome.outcome}: {outcome.reason}" for outcome in outcomes))
+        or "not run"
+    )
 
 
 def _older_reproduction(
-    history: Iterable[Cell], versions: Mapping[str, str] | None, settings: Settings, needed: Mapping[str, Any]
+    history: Iterable[Cell],
+    versions: Mapping[str, str] | None,
+    settings: Settings,
+    needed: Mapping[str, Any],
 ) -> OlderReproduction:
     not_comparable = None
     for document in history:
         stack, unfixed = document["stack"], document["variants"].get("unfixed")
-        outcomes = {attempt["outcome"]["outcome"] for attempt in unfixed["attempts"]} if unfixed else set()
+        outcomes = (
+            {attempt["outcome"]["outcome"] for attempt in unfixed["attempts"]} if unfixed else set()
+        )
         if unfixed is None or outcomes - set(NO_EVIDENCE) != {"reproduced"} or stack.get("changed"):
             continue
         older = stack["versions"]
         if versions is None or is_older(older, versions):
-            known = ", ".join(f"{name} {older[name]}" for name in ("torch", "transformers") if name in older)
+            known = ", ".join(
+                f"{name} {older[name]}" for name in ("torch", "transformers") if name in older
+            )
             named = f"{stack['name'] or 'an older stack'}" + (f" ({known})" if known else "")
             facts = document["hardware"].get("capabilities", {})
             difference = settings_difference(settings, unfixed["settings"])

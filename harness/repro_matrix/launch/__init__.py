@@ -8,7 +8,8 @@ from repro_matrix.launch.attempt import Launcher
 def open_launcher(name: str) -> Launcher:
     """Return the launcher: ``torchrun`` (the reference), or ``forkserver`` or ``auto``.
 
-    The forkserver hands an attempt that it cannot fork to torchrun and records the reason in the observation.
+    The forkserver hands an attempt that it cannot fork to torchrun and records the reason in the
+    observation.
     """
     if name == "torchrun":
         from repro_matrix.launch.torchrun import TorchrunLauncher

@@ -1,12 +1,15 @@
-"""One attempt: what is launched, with which files, environment, time limits and command. Every launcher uses it.
+"""One attempt: what is launched, with which files, environment, time limits and command. Every
+launcher uses it.
 
 The files of an attempt (all under ``Attempt.directory``):
 
     settings.json        the settings of the script (``--settings``)
     spec.json            the input of a worker inside the stack (``Attempt.spec``)
-    launch.json          that worker's answer, written when all ranks run, and again at the end: worker/elastic.py
+    launch.json          that worker's answer, written when all ranks run, and again at the end:
+    worker/elastic.py
     records/rank-N.json  repro_kit/record.py         records/stacks-N.txt  kit's faulthandler
-    records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a running rank
+    records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a
+    running rank
     logs/rank-N.log      all output of a rank  logs/launcher.log     all output of the worker
     work/ tmp/ cache/    private to the attempt
 """
@@ -35,22 +38,30 @@ from repro_matrix.environment.gpus import RUN_TOKEN
 
 Json = dict[str, Any]
 
-ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
+# in the environment of every process of an attempt: how its descendants are found
+ATTEMPT_TOKEN = "REPRO_ATTEMPT"
 TRACE = "REPRO_TRACE"  # the folder of its trace, which outlives the attempt
-PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
+PARENT_TOKEN = (  # pid that a worker must have as its parent: it ends if that one died meanwhile
+    "REPRO_PARENT"
+)
 
-QUIET_IMPORTS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # else importing pyarrow starts a thread
+QUIET_IMPORTS = {
+    "JE_ARROW_MALLOC_CONF": "background_thread:false"
+}  # else importing pyarrow starts a thread
 
-_MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
+_MAX_TMP = (
+    60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
+)
 MAX_LOG = 64 << 20  # bytes; a rank that prints without limit must not fill the disk
 KEPT_TAIL = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
 
 
-# Seconds: to start, more for each rank; beside a case's deadline (NCCL connects in the first collective), more for each
-# rank. CPU: a new interpreter takes up to 10 CPU s to import a stack, and other attempts run at the same time. CUDA:
-# also cuInit and the contexts of 8 GPUs on a node without persistence mode, and NCCL's first connection, take 20 to
-# 60 s the first time (figures of public reports; none was measured by this project).
+# Seconds: to start, more for each rank; beside a case's deadline (NCCL connects in the first
+# collective), more for each rank. CPU: a new interpreter takes up to 10 CPU s to import a stack,
+# and other attempts run at the same time. CUDA: also cuInit and the contexts of 8 GPUs on a node
+# without persistence mode, and NCCL's first connection, take 20 to 60 s the first time (figures of
+# public reports; none was measured by this project).
 LIMITS = {"cpu": (60, 20, 0, 0), "cuda": (120, 20, 20, 5)}
 
 
@@ -66,18 +77,30 @@ class Attempt:
     python: str  # interpreter of the stack
     world_size: int
     deadline_s: float  # for its work: from when every rank is past init_process_group
-    env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the variant
+    env: dict[str, str] = field(
+        default_factory=dict
+    )  # of the stack, the case, the run's setting and the variant
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
     visible: tuple[str, ...] = ()  # how CUDA_VISIBLE_DEVICES names them (Gpu.visible)
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
     cold_start_reason: str | None = None  # why this attempt must start with torchrun
-    stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, HF_HOME, remote code
+    stack_cache: Path | None = (
+        None  # caches that belong to the stack: compiled extensions, HF_HOME, remote code
+    )
     kit: Path | None = None  # the kit's folder, when that is not beside the script
-    files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
-    command: AdhocCase | None = None  # a user's own command line (launch/torchrun.py), instead of the script
-    trace: Mapping[str, str] = field(default_factory=dict)  # variables of its trace (worker/tracer); empty: none
-    references: Path | None = None  # where attempts of this run share their references (repro_kit/reference.py)
+    files: Mapping[str, Path] = field(
+        default_factory=dict
+    )  # of its case, model, strategy, where they are not shipped
+    command: AdhocCase | None = (
+        None  # a user's own command line (launch/torchrun.py), instead of the script
+    )
+    trace: Mapping[str, str] = field(
+        default_factory=dict
+    )  # variables of its trace (worker/tracer); empty: none
+    references: Path | None = (
+        None  # where attempts of this run share their references (repro_kit/reference.py)
+    )
 
     @property
     def records(self) -> Path:
@@ -119,7 +142,11 @@ class Attempt:
 
     def full_settings(self) -> Json:
         """Return the settings that the ranks read: the case's, and those that the launch adds."""
-        shared = {"references": {"folder": str(self.references), "attempt": self.id}} if self.references else {}
+        shared = (
+            {"references": {"folder": str(self.references), "attempt": self.id}}
+            if self.references
+            else {}
+        )
         return {
             **self.settings,
             **shared,
@@ -128,14 +155,15 @@ class Attempt:
             "world_size": self.world_size,
             "device": self.device,
             "backend": self.backend,
-            "limit_s": self.start_limit
-            + self.work_limit,  # when it ends, whatever happens; NCCL's own limits are longer
+            "limit_s": (
+                self.start_limit + self.work_limit
+            ),  # when it ends, whatever happens; NCCL's own limits are longer
         }
 
     @property
     def start_limit(self) -> float:
-        """Seconds until every rank must be past ``init_process_group``, or have ended; beyond it the machine was too
-        slow to tell anything about the case."""
+        """Seconds until every rank must be past ``init_process_group``, or have ended; beyond it
+        the machine was too slow to tell anything about the case."""
         start, per_rank, _, _ = LIMITS[self.device]
         return start + per_rank * self.world_size
 
@@ -146,7 +174,8 @@ class Attempt:
         return self.deadline_s + bring_up + per_rank * self.world_size
 
     def spec(self, port: int = 0) -> Json:
-        """Return the input of a worker inside the stack. ``env`` has only the attempt's private variables."""
+        """Return the input of a worker inside the stack. ``env`` has only the attempt's private
+        variables."""
         return {
             "script": str(self.script),
             "settings": str(self.directory / "settings.json"),
@@ -164,17 +193,22 @@ class Launcher(Protocol):
     name: str
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once. Nothing of it outlives this call."""
+        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once. Nothing of it
+        outlives this call."""
 
     def close(self) -> None: ...
 
 
 def tmp_of(directory: Path) -> Path:
-    """Return TMPDIR of the attempt in ``directory``: inside it, unless its path is too long for a socket."""
+    """Return TMPDIR of the attempt in ``directory``: inside it, unless its path is too long for a
+    socket."""
     inside = directory / "tmp"
     if len(str(inside)) <= _MAX_TMP:
         return inside
-    return Path("/tmp") / f"repro-{os.getuid()}-{hashlib.sha1(str(directory).encode()).hexdigest()[:10]}"
+    return (
+        Path("/tmp")
+        / f"repro-{os.getuid()}-{hashlib.sha1(str(directory).encode()).hexdigest()[:10]}"
+    )
 
 
 def remove(directory: Path) -> None:
@@ -185,11 +219,15 @@ def remove(directory: Path) -> None:
 
 def visible_devices(attempt: Attempt) -> dict[str, str]:
     """Return the variables that show the ranks their GPUs, and let CUDA count as NVML does."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(attempt.visible or attempt.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(attempt.visible or attempt.gpus),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
 
 
 def stack_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables that all attempts of a stack have in common: a fork server's environment."""
+    """Return the variables that all attempts of a stack have in common: a fork server's
+    environment."""
     hub = attempt.settings.get("model", {}).get("weights") == "hub"
     env = inherited(hub) | {
         "PYTHONUNBUFFERED": "1",
@@ -201,22 +239,29 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
     }
     if attempt.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-        # Otherwise glibc returns the memory of every large tensor to the system, and the kernel clears it for the next.
+        # Otherwise glibc returns the memory of every large tensor to the system, and the kernel
+        # clears it for the next.
         env |= {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "33554432"}
     else:
         env |= visible_devices(attempt)
-    # Otherwise gloo and NCCL look up the host's own name, which stalls for seconds where DNS does not know it.
+    # Otherwise gloo and NCCL look up the host's own name, which stalls for seconds where DNS does
+    # not know it.
     env["GLOO_SOCKET_IFNAME"] = "lo"
     cache = attempt.stack_cache or attempt.cache
     if not hub:  # real weights come from the user's own HF_HOME
         env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache / "hf")}
-    # The defaults are keyed by Python and CUDA alone, so that two stacks would share compiled extensions.
-    env |= {"TORCH_EXTENSIONS_DIR": str(cache / "torch_extensions"), "HF_MODULES_CACHE": str(cache / "hf_modules")}
+    # The defaults are keyed by Python and CUDA alone, so that two stacks would share compiled
+    # extensions.
+    env |= {
+        "TORCH_EXTENSIONS_DIR": str(cache / "torch_extensions"),
+        "HF_MODULES_CACHE": str(cache / "hf_modules"),
+    }
     return env | attempt.env
 
 
 def private_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables of this attempt alone: temporary files, caches, and the token that marks its processes.
+    """Return the variables of this attempt alone: temporary files, caches, and the token that marks
+    its processes.
 
     None of them is read when a package is imported.
     """
@@ -230,7 +275,9 @@ def private_environment(attempt: Attempt) -> dict[str, str]:
         **attempt.trace,
     }
     if attempt.kit is not None:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (attempt.env.get("PYTHONPATH"), str(attempt.kit))))
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (attempt.env.get("PYTHONPATH"), str(attempt.kit)))
+        )
     return env
 
 
@@ -258,12 +305,16 @@ def prepare(attempt: Attempt, spec: Json | None = None) -> None:
 def describe_exit(code: int | None) -> str:
     """Return how a process ended, as the end of a sentence. None: unknown."""
     if code is not None and code < 0:
-        return f"was killed by {next((each.name for each in signal.Signals if each == -code), f'signal {-code}')}"
+        return (
+            "was killed by"
+            f" {next((each.name for each in signal.Signals if each == -code), f'signal {-code}')}"
+        )
     return "ended" if code is None else f"ended with exit code {code}"
 
 
 def cut(path: Path, limit: int = MAX_LOG) -> None:
-    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at its new end."""
+    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at
+    its new end."""
     try:
         if path.stat().st_size > limit:
             with open(path, "rb") as log:
@@ -287,28 +338,49 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 
 def torchrun_line(attempt: Attempt) -> str:
-    """Return the exact command, to be run from the root of the checkout or of the user's own repository."""
+    """Return the exact command, to be run from the root of the checkout or of the user's own
+    repository."""
     if attempt.command is not None:
         return attempt.command.title
     settings, script = attempt.settings, attempt.script
     env = dict(attempt.env)
     if attempt.kit is not None:
         env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
-    prefix = ["env", *(_assignment(name, value) for name, value in sorted(env.items()))] if env else []
+    prefix = (
+        ["env", *(_assignment(name, value) for name, value in sorted(env.items()))] if env else []
+    )
     same = os.path.abspath(attempt.python) == os.path.abspath(sys.executable)
     words = ["torchrun"] if same else [attempt.python, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
     names = {
-        "case": settings["case"], "model": settings["model"]["slug"], "strategy": settings["strategy"]["slug"],
+        "case": settings["case"],
+        "model": settings["model"]["slug"],
+        "strategy": settings["strategy"]["slug"],
         **{group: _from_root(file) for group, file in attempt.files.items()},
-    }  # fmt: skip
-    if "case" in attempt.files or script.stem != settings["case"].replace("-", "_"):  # several cases share the script
+    }
+    if "case" in attempt.files or script.stem != settings["case"].replace(
+        "-", "_"
+    ):  # several cases share the script
         words += ["--case", names["case"]]
-    words += ["--variant", settings["variant"], "--model", names["model"], "--strategy", names["strategy"]]
+    words += [
+        "--variant",
+        settings["variant"],
+        "--model",
+        names["model"],
+        "--strategy",
+        names["strategy"],
+    ]
     for name, default in (("scale", "tiny"), ("weights", "random")):
         value = settings["model"].get(name, default)
         words += [f"--{name}", value] if value != default else []
-    words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
+    words += [
+        "--device",
+        attempt.device,
+        "--steps",
+        str(settings["steps"]),
+        "--seed",
+        str(settings["seed"]),
+    ]
     if attempt.device == "cuda" and settings["devices"] < attempt.world_size:  # they share a GPU
         words += ["--backend", attempt.backend, "--devices", str(settings["devices"])]
     for name, value in settings["flags"].items():
@@ -319,7 +391,8 @@ def torchrun_line(attempt: Attempt) -> str:
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return a variable for the shell. Of PATH only the stack's own folder is written out: the reader's own follow."""
+    """Return a variable for the shell. Of PATH only the stack's own folder is written out: the
+    reader's own follow."""
     first, _, rest = value.partition(os.pathsep)
     if name == "PATH" and rest and rest == os.environ.get("PATH"):
         return f'PATH={shlex.quote(first)}{os.pathsep}"$PATH"'

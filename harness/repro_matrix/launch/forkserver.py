@@ -1,7 +1,8 @@
 """The fast launcher: ranks forked from a server that has already imported the stack's packages.
 
-It makes the same attempts, with the same environment and observation, as the reference launcher (launch/torchrun.py),
-to which it hands what cannot be forked. There is one server per stack, import-time environment and set of packages.
+It makes the same attempts, with the same environment and observation, as the reference launcher
+(launch/torchrun.py), to which it hands what cannot be forked. There is one server per stack,
+import-time environment and set of packages.
 """
 
 from __future__ import annotations
@@ -43,15 +44,24 @@ from repro_matrix.launch.torchrun import (
 from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
-IMPORT_S = 300.0  # a stack on a slow disk takes long to import the first time; a hang there must not last for ever
+# a stack on a slow disk takes long to import the first time; a hang there must not last for ever
+IMPORT_S = 300.0
 ANSWER_S = 60.0  # from the request to the fork
 END_S = 15.0
 
-MAX_IDLE = 10  # servers that stay although no attempt uses them: the next attempt of their kind costs no start
+# servers that stay although no attempt uses them: the next attempt of their kind costs no start
+MAX_IDLE = 10
 IDLE_FREE = 4 << 30  # bytes of memory that must be free for that: each holds a few hundred MB
 
 # What differs between attempts of a user's script, and is not read when a package is imported.
-OF_SCRIPT = ("TMPDIR", "REPRO_ATTEMPT", "TORCHINDUCTOR_CACHE_DIR", "REPRO_RECORDS", "REPRO_TRACE", "REPRO_TRACE_NOISE")
+OF_SCRIPT = (
+    "TMPDIR",
+    "REPRO_ATTEMPT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "REPRO_RECORDS",
+    "REPRO_TRACE",
+    "REPRO_TRACE_NOISE",
+)
 
 Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 
@@ -69,7 +79,9 @@ class ForkserverLauncher:
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, try it once more."""
         reason = attempt.cold_start_reason
-        if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
+        if (
+            reason is None and not stop.is_set()
+        ):  # stopped already: the other launcher starts nothing either
             try:
                 return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
             except Refused as refused:
@@ -95,7 +107,11 @@ class ForkserverLauncher:
                 if isinstance(forked, Supervisor):
                     watched = Watch(attempt, root=forked.process).run(forked.wait, stop)
                     observation = observe.observation(attempt, self.name, server.command, watched)
-                    return complete(observation, attempt, attempt.command) if attempt.command else observation
+                    return (
+                        complete(observation, attempt, attempt.command)
+                        if attempt.command
+                        else observation
+                    )
                 return observe.not_started(attempt, self.name, server.command, started, forked)
 
     @contextmanager
@@ -109,7 +125,9 @@ class ForkserverLauncher:
             server = self._take(key)
             if server is None:
                 try:
-                    server = Server(attempt.python, attempt.imports, env, attempt.directory.parent, stop)
+                    server = Server(
+                        attempt.python, attempt.imports, env, attempt.directory.parent, stop
+                    )
                 except Refused as refused:
                     if refused.kind != "stopped":
                         self._refused[key] = refused
@@ -128,7 +146,9 @@ class ForkserverLauncher:
                 raise refused
         with self._lock:
             server = self._servers.pop(key, None)
-            if server is None or (server.process and server.process.poll() is None):  # it can take another attempt
+            if server is None or (
+                server.process and server.process.poll() is None
+            ):  # it can take another attempt
                 if server is not None:
                     server.users += 1
                     self._servers[key] = server
@@ -141,7 +161,9 @@ class ForkserverLauncher:
     def _release(self, key: Key, server: Server) -> None:
         with self._lock:
             server.users -= 1
-            closed = [server] if server.users == 0 and self._servers.get(key) is not server else []  # it was replaced
+            closed = (
+                [server] if server.users == 0 and self._servers.get(key) is not server else []
+            )  # it was replaced
             most = MAX_IDLE if psutil.virtual_memory().available > IDLE_FREE else 1
             idle = [name for name, other in self._servers.items() if other.users == 0]
             closed += [self._servers.pop(name) for name in idle[: max(0, len(idle) - most)]]
@@ -178,7 +200,8 @@ def spec_of(attempt: Attempt) -> Json:
 
 
 class Refused(Exception):
-    """The server did not start. ``kind``: import, thread, process, cuda, launch, died or stopped."""
+    """The server did not start. ``kind``: import, thread, process, cuda, launch, died or
+    stopped."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -205,11 +228,17 @@ class Server:
     """A fork server (worker/fork_server.py). Thread-safe. It may run several attempts at once."""
 
     def __init__(
-        self, python: str, imports: tuple[str, ...], env: dict[str, str], parent: Path, stop: threading.Event
+        self,
+        python: str,
+        imports: tuple[str, ...],
+        env: dict[str, str],
+        parent: Path,
+        stop: threading.Event,
     ) -> None:
         """Start a server; return when the packages are imported. Raises Refused.
 
-        Its files are in a folder of its own in ``parent``: the run's, which the next run clears if this one is killed.
+        Its files are in a folder of its own in ``parent``: the run's, which the next run clears if
+        this one is killed.
         """
         parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="repro-forkserver-", dir=parent))
@@ -221,9 +250,14 @@ class Server:
         try:
             with theirs, open(self.folder / "server.log", "ab") as log:
                 self.process = subprocess.Popen(
-                    self.command, env={**env, "TMPDIR": str(self.folder)}, cwd=self.folder, stdin=theirs.fileno(),
-                    stdout=log, stderr=log, start_new_session=True,
-                )  # fmt: skip
+                    self.command,
+                    env={**env, "TMPDIR": str(self.folder)},
+                    cwd=self.folder,
+                    stdin=theirs.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
             self._await(stop)
         except OSError as error:
             self.close()
@@ -238,7 +272,10 @@ class Server:
             if stop.is_set():
                 raise Refused("stopped", "the run was stopped")
             if time.monotonic() > limit:
-                raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}")
+                raise Refused(
+                    "import",
+                    f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}",
+                )
         data = self._socket.recv(1 << 20)
         if not data:
             raise Refused("died", f"the fork server {self._describe_end(self._importing())}")
@@ -249,7 +286,8 @@ class Server:
 
     @contextmanager
     def fork(self, spec_file: Path) -> Iterator[Supervisor | Json]:
-        """Start an attempt; yield its supervisor, or the reason ({"kind", "message"}) why there is none."""
+        """Start an attempt; yield its supervisor, or the reason ({"kind", "message"}) why there is
+        none."""
         life, theirs = os.pipe()
         try:
             try:
@@ -261,7 +299,10 @@ class Server:
             if wait([life], ANSWER_S) and (pid := os.read(life, 32)):
                 yield Supervisor(int(pid), life)
             else:
-                problem = {"kind": "launcher_died", "message": f"the fork server {self._describe_end()}"}
+                problem = {
+                    "kind": "launcher_died",
+                    "message": f"the fork server {self._describe_end()}",
+                }
                 self.close()  # it may hang
                 yield problem
         finally:
@@ -273,7 +314,8 @@ class Server:
         process = self.process
         if process is not None:
             try:
-                # One that still imports does not read its input yet, and has nothing to end in order.
+                # One that still imports does not read its input yet, and has nothing to end in
+                # order.
                 process.wait(END_S if self._ready else 0)
             except subprocess.TimeoutExpired:
                 process.kill()

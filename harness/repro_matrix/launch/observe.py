@@ -1,19 +1,24 @@
-"""Build the observation of an attempt from the files it left: launch.json, the ranks' records and their logs.
+"""Build the observation of an attempt from the files it left: launch.json, the ranks' records and
+their logs.
 
-This module decides one question only: is the attempt evidence about the case at all, or did the machine (disk, memory,
-ports, a device), the launcher or an import get in the way (``infra_error``)?
+This module decides one question only: is the attempt evidence about the case at all, or did the
+machine (disk, memory, ports, a device), the launcher or an import get in the way (``infra_error``)?
 
 Errors of a device have one of three kinds (``classify_device_error``):
 
 ``gpu_failure``      the GPU has failed: no computation causes that
 ``device``           it could not be used, or the machine failed under NCCL
-``gpu_or_program``   a failing GPU and a faulty kernel look the same, and the line that noticed the error is not to
-                     blame: the attempt is repeated with CUDA_LAUNCH_BLOCKING=1, on other GPUs where there are some;
-                     the same error again is the attempt's own (harness/repro_matrix/runner/attempts.py)
+``gpu_or_program``   a failing GPU and a faulty kernel look the same, and the line that noticed the
+error is not to
+                     blame: the attempt is repeated with CUDA_LAUNCH_BLOCKING=1, on other GPUs where
+                     there are some;
+                     the same error again is the attempt's own
+                     (harness/repro_matrix/runner/attempts.py)
 
-Which error is of which kind is in config/device_errors.yaml. The evidence is structured: where the exception was
-raised, what the rank was doing, which code the driver returned. CUDA's text is used for torch releases without the code
-only, and only where torch and NCCL put it. A rank that NCCL's watchdog aborted raised what the watchdog reports.
+Which error is of which kind is in config/device_errors.yaml. The evidence is structured: where the
+exception was raised, what the rank was doing, which code the driver returned. CUDA's text is used
+for torch releases without the code only, and only where torch and NCCL put it. A rank that NCCL's
+watchdog aborted raised what the watchdog reports.
 """
 
 from __future__ import annotations
@@ -41,21 +46,35 @@ DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
 EITHER: DeviceError = "gpu_or_program"
 TAIL_LINES, TAIL_BYTES = 60, 8192
 
-_CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")  # characters that break a terminal or an XML report
+_CONTROL = re.compile(
+    r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]"
+)  # characters that break a terminal or an XML report
 _DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|Unable to allocate|out of memory", re.IGNORECASE)
+_MEMORY = re.compile(
+    r"can't allocate memory|Cannot allocate memory|Unable to allocate|out of memory", re.IGNORECASE
+)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(:|$)")
 _IMPORT = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError)\b.*", re.MULTILINE)
 
-_CUDA_TYPES = {"RuntimeError", "AcceleratorError", "DistBackendError", "OutOfMemoryError", "AssertionError"}
+_CUDA_TYPES = {
+    "RuntimeError",
+    "AcceleratorError",
+    "DistBackendError",
+    "OutOfMemoryError",
+    "AssertionError",
+}
 # Where torch initialises a device: nothing of the case has run on it yet.
 _INITIALISING = {("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.cuda", "init")}
 
 
 def observation(
-    attempt: Attempt, launcher: str, command: list[str], watched: Watched, worker_exit: int | None = None
+    attempt: Attempt,
+    launcher: str,
+    command: list[str],
+    watched: Watched,
+    worker_exit: int | None = None,
 ) -> Json:
     """Return the observation of an attempt that has ended.
 
@@ -70,7 +89,9 @@ def observation(
     return result
 
 
-def not_started(attempt: Attempt, launcher: str, command: list[str], started: float, problem: Json | None) -> Json:
+def not_started(
+    attempt: Attempt, launcher: str, command: list[str], started: float, problem: Json | None
+) -> Json:
     """Return the observation of an attempt of which nothing ran.
 
     ``problem``: {"kind", "message"}; None: the run was stopped.
@@ -79,7 +100,9 @@ def not_started(attempt: Attempt, launcher: str, command: list[str], started: fl
     return {**_observed(attempt, launcher, command, watched, {"ranks": []}), "infra_error": problem}
 
 
-def _observed(attempt: Attempt, launcher: str, command: list[str], watched: Watched, launch: Json) -> Json:
+def _observed(
+    attempt: Attempt, launcher: str, command: list[str], watched: Watched, launch: Json
+) -> Json:
     entries = {int(entry["rank"]): entry for entry in launch["ranks"]}
     hang = {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": watched.limit_s}
     about = {
@@ -92,7 +115,9 @@ def _observed(attempt: Attempt, launcher: str, command: list[str], watched: Watc
         "started": watched.started,
         "ended": watched.ended,
         "wall_s": round(watched.ended - watched.started, 3),
-        "cpu_s": max(watched.cpu_s, launch.get("cpu_s", 0.0)),  # the worker's own figure includes ended processes
+        "cpu_s": max(
+            watched.cpu_s, launch.get("cpu_s", 0.0)
+        ),  # the worker's own figure includes ended processes
         "deadline_s": attempt.deadline_s,
         "timed_out": watched.timed_out,
         "startup_s": watched.startup_s,
@@ -103,7 +128,9 @@ def _observed(attempt: Attempt, launcher: str, command: list[str], watched: Watc
         "settings": attempt.settings,
         **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which GPUs it had
     }
-    ranks = [_rank(attempt, rank, entries.get(rank, {}), watched) for rank in range(attempt.world_size)]
+    ranks = [
+        _rank(attempt, rank, entries.get(rank, {}), watched) for rank in range(attempt.world_size)
+    ]
     return {"schema": 1, "attempt": about, "infra_error": None, "ranks": ranks}
 
 
@@ -114,7 +141,9 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     record, invalid = read_record(attempt.records / f"rank-{rank}.json")
     samples = watched.samples.get(rank, [])
     stack = samples[-1].backtrace if samples else watched.stacks.get(rank)
-    crash = tail(attempt.records / f"stacks-{rank}.txt", lines=200)  # by faulthandler, when a signal ended the rank
+    crash = tail(
+        attempt.records / f"stacks-{rank}.txt", lines=200
+    )  # by faulthandler, when a signal ended the rank
     result = {
         "rank": rank,
         "pid": entry.get("pid"),
@@ -127,7 +156,10 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
         "stack": stack or (f"# faulthandler\n{crash}" if crash else None),
     }
     if samples:
-        result |= {"samples": [sample.state for sample in samples], "collectives": samples[-1].collectives}
+        result |= {
+            "samples": [sample.state for sample in samples],
+            "collectives": samples[-1].collectives,
+        }
     return result
 
 
@@ -138,8 +170,9 @@ def _problem(kind: str, message: str) -> Json:
 def _infra_error(
     launch: Json, result: Json, watched: Watched, attempt: Attempt, worker_exit: int | None
 ) -> Json | None:
-    """Return what got in the way, if anything did: the launch first, then the ranks. What got in a rank's way does not
-    count after another rank's failure, from which it may follow, unless it is a failed GPU."""
+    """Return what got in the way, if anything did: the launch first, then the ranks. What got in a
+    rank's way does not count after another rank's failure, from which it may follow, unless it is a
+    failed GPU."""
     if watched.interrupted:
         return None
     error = launch.get("error")
@@ -149,13 +182,21 @@ def _infra_error(
     worker = f"the launcher's worker {describe_exit(worker_exit)}"
     if not launch["ranks"]:
         limit = f"no rank was up at the deadline ({watched.limit_s or attempt.deadline_s:g} s)"
-        return _problem("launch", f"{limit if watched.timed_out else f'no rank was started; {worker}'}\n{log}")
+        return _problem(
+            "launch", f"{limit if watched.timed_out else f'no rank was started; {worker}'}\n{log}"
+        )
     if not launch.get("finished") and not watched.timed_out:
         return _problem("launcher_died", f"{worker} before its ranks did\n{log}")
-    problems = [(rank["rank"], problem) for rank in result["ranks"] if (problem := _of_rank(rank, attempt.device))]
+    problems = [
+        (rank["rank"], problem)
+        for rank in result["ranks"]
+        if (problem := _of_rank(rank, attempt.device))
+    ]
     failures = find_failures(Observed(cast(Observation, result))).primary
     ended = {failure.rank: failure.ended_at for failure in failures}
-    first = min(set(ended) - {number for number, _ in problems}, key=ended.__getitem__, default=None)
+    first = min(
+        set(ended) - {number for number, _ in problems}, key=ended.__getitem__, default=None
+    )
     if first is not None:
         late = {number for number, at in ended.items() if ended[first] < at < math.inf}
         problems = [each for each in problems if each[0] not in late or each[1][0] == "gpu_failure"]
@@ -167,17 +208,26 @@ def _infra_error(
 def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
     record = rank["record"]
     if rank["signal"] == "SIGKILL" and rank["terminated_by"] == "self":
-        return "memory", "killed (SIGKILL) and not by the harness: most likely the system was out of memory"
+        return (
+            "memory",
+            "killed (SIGKILL) and not by the harness: most likely the system was out of memory",
+        )
     error = exception_of(cast(RankData, rank))
     if record is None:
         return _of_log(rank["log_tail"]) if rank["exit_code"] else None
-    if error is None and rank["exit_code"] and record.get("ended") is None and _DISK.search(rank["log_tail"]):
+    if (
+        error is None
+        and rank["exit_code"]
+        and record.get("ended") is None
+        and _DISK.search(rank["log_tail"])
+    ):
         return "disk", "its record could not be written: no space left on the device"
     return _of_exception(cast(Json, error), str(record.get("phase")), device) if error else None
 
 
 def _of_log(text: str) -> tuple[str, str] | None:
-    """Classify a rank that ended before its first record: the script or the kit could not be imported."""
+    """Classify a rank that ended before its first record: the script or the kit could not be
+    imported."""
     if _DISK.search(text):
         return "disk", "no space left on the device"
     frames = list(_FRAME.finditer(text))
@@ -200,21 +250,27 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
     if phase == "init_process_group" and _PORT.search(message):
         return "port", first
     known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
-    host = kind == "MemoryError" or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message))
+    host = kind == "MemoryError" or (
+        kind in ("RuntimeError", "OSError") and _MEMORY.search(message)
+    )
     if host or kind == "OutOfMemoryError" or (known and known.kind == "memory"):
         return "memory", first
     return None
 
 
 def classify_device_error(error: Mapping[str, Any], phase: str) -> DeviceError | None:
-    """Return the kind of device failure that this exception of a rank on a GPU (as in record.py) is, or None."""
+    """Return the kind of device failure that this exception of a rank on a GPU (as in record.py)
+    is, or None."""
     message, kind = str(error.get("message") or ""), str(error.get("type") or "")
     known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
     shown = known.kind if known else "program"
     if shown == "hardware":
         return "gpu_failure"
     innermost = (error.get("frames") or [{}])[-1]
-    if (str(innermost.get("module")), str(innermost.get("function"))) in _INITIALISING or shown == "device":
+    if (
+        str(innermost.get("module")),
+        str(innermost.get("function")),
+    ) in _INITIALISING or shown == "device":
         return "device"
     # Before the first step: other processes use the missing memory, or NCCL cannot start.
     if phase in STARTING and (kind == "DistBackendError" or shown in ("memory", "starting")):
@@ -230,12 +286,15 @@ def tail(path: Path, lines: int = TAIL_LINES, size: int = TAIL_BYTES) -> str:
             data = source.read(size)
     except OSError:
         return ""
-    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", data.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+    text = _CONTROL.sub(
+        "\N{REPLACEMENT CHARACTER}", data.decode("utf-8", errors="replace").replace("\r\n", "\n")
+    )
     return "\n".join(text.split("\n")[-lines - 1 :]).rstrip("\n")
 
 
 def read_record(path: Path) -> tuple[Record | None, str]:
-    """Return a rank's record, and the validation error of one that is invalid: graders rely on its type.
+    """Return a rank's record, and the validation error of one that is invalid: graders rely on its
+    type.
 
     A missing or damaged file is no record.
     """

@@ -1,15 +1,18 @@
-"""Find every process of an attempt and end all of them; remove shared memory and locks that they leave behind.
+"""Find every process of an attempt and end all of them; remove shared memory and locks that they
+leave behind.
 
-There are three ways to find them, because each has a hole: the token in their environment (missing in forked ranks,
-which have a server's, and where a script cleans its environment), the tree below known processes (lost when a parent
-dies), and processes found in the tree before.
+There are three ways to find them, because each has a hole: the token in their environment (missing
+in forked ranks, which have a server's, and where a script cleans its environment), the tree below
+known processes (lost when a parent dies), and processes found in the tree before.
 
-Shared memory (deepspeed's all-reduce buffers, NCCL, multiprocessing) is removed only if it certainly is the attempt's:
-new since it started, this user's, named after one of its processes or its port or used by one of them, and unused now.
+Shared memory (deepspeed's all-reduce buffers, NCCL, multiprocessing) is removed only if it
+certainly is the attempt's: new since it started, this user's, named after one of its processes or
+its port or used by one of them, and unused now.
 
-torch guards a compiled extension with a lock file (torch.utils.file_baton). A rank holds it while it loads the op, even
-an op that was compiled long ago. When the rank is killed just then the file stays, and every later rank waits for it
-until its own deadline. A holder has the file open for as long as it holds it.
+torch guards a compiled extension with a lock file (torch.utils.file_baton). A rank holds it while
+it loads the op, even an op that was compiled long ago. When the rank is killed just then the file
+stays, and every later rank waits for it until its own deadline. A holder has the file open for as
+long as it holds it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ SHM = Path("/dev/shm")
 KILL_S = 10.0  # how long a killed process may take to vanish (it may be stuck in a driver)
 COMPILE_S = 600
 _UNCOMPILED = "deepspeed, whose CPU op cannot be compiled"
-LOCK_S = 1.0  # a holder closes its lock just before it removes it: only one that is closed twice is stale
+# a holder closes its lock just before it removes it: only one that is closed twice is stale
+LOCK_S = 1.0
 # If the controller is killed, the compilers end too: they are in the process group of this one.
 _COMPILE = """
 import ctypes, os, signal
@@ -56,7 +60,8 @@ def alive(process: psutil.Process) -> bool:
 
 
 def with_token(name: str, value: str) -> set[psutil.Process]:
-    """Return the processes of this user that were started with ``name=value`` in their environment."""
+    """Return the processes of this user that were started with ``name=value`` in their
+    environment."""
     wanted = f"{name}={value}".encode()
     matches = set()
     for pid in psutil.pids():
@@ -72,7 +77,8 @@ def with_token(name: str, value: str) -> set[psutil.Process]:
 def tree(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
     """Return the living processes below ``roots``, and ``roots`` themselves."""
     members: set[psutil.Process] = set()
-    # Parents are older than their children, and a search passes over all of /proc: one for each tree.
+    # Parents are older than their children, and a search passes over all of /proc: one for each
+    # tree.
     for root in sorted(filter(alive, roots), key=lambda root: root.create_time()):
         if root not in members:
             with suppress(psutil.Error):
@@ -95,7 +101,8 @@ def name_of(target: psutil.Process) -> str:
 
 
 def end(find: Callable[[], set[psutil.Process]], term_s: float = TERM_S) -> list[str]:
-    """Send TERM, then KILL to all that ``find`` returns, until it returns nothing. Return what became of each."""
+    """Send TERM, then KILL to all that ``find`` returns, until it returns nothing. Return what
+    became of each."""
     ended: dict[psutil.Process, str] = {}
     for target in find():
         ended[target] = f"{name_of(target)} ended"
@@ -130,10 +137,13 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
 
 
 def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> list[str]:
-    """Remove the attempt's files: ``known`` as used by it, or with one of ``numbers`` (pids, port) in the name."""
+    """Remove the attempt's files: ``known`` as used by it, or with one of ``numbers`` (pids, port)
+    in the name."""
     removable = set()
     for path in SHM.glob("*"):
-        named = path.name in known or numbers & {int(number) for number in re.findall(r"\d+", path.name)}
+        named = path.name in known or numbers & {
+            int(number) for number in re.findall(r"\d+", path.name)
+        }
         with suppress(OSError):
             info = path.lstat()
             if named and info.st_uid == os.getuid() and info.st_ctime >= since - 1:
@@ -174,10 +184,13 @@ def _done(stack: Stack) -> Path:
 
 
 def no_compiler(stack: Stack) -> str | None:
-    """Return that the op cannot be compiled for lack of a C++ compiler, as far as that is known without trying."""
+    """Return that the op cannot be compiled for lack of a C++ compiler, as far as that is known
+    without trying."""
     env = building()
     compiler = env.get("CXX") or "c++"
-    if op_compiled(stack) or shutil.which(shlex.split(compiler)[0], path=stack.environment(env)["PATH"]):
+    if op_compiled(stack) or shutil.which(
+        shlex.split(compiler)[0], path=stack.environment(env)["PATH"]
+    ):
         return None
     return f"{_UNCOMPILED}: there is no C++ compiler ({compiler})"
 
@@ -194,12 +207,23 @@ def compile_op(stack: Stack) -> str | None:
             return None
         remove_stale_locks(folder)  # of a compile that was killed
         env = {"MAX_JOBS": "2", **building()}
-        env |= {**stack.environment(env), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env |= {
+            **stack.environment(env),
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
         try:
             process = subprocess.Popen(
-                [stack.python, "-c", _COMPILE], env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            )  # fmt: skip
+                [stack.python, "-c", _COMPILE],
+                env=env,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
             output, _ = process.communicate(timeout=COMPILE_S)
         except OSError as error:
             return f"{_UNCOMPILED}: {error}"
@@ -208,7 +232,10 @@ def compile_op(stack: Stack) -> str | None:
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return f"deepspeed, whose CPU op was not compiled within {COMPILE_S} s. The next run tries again."
+            return (
+                f"deepspeed, whose CPU op was not compiled within {COMPILE_S} s. The next run tries"
+                " again."
+            )
         if process.returncode:
             lines = [line for line in output.splitlines() if line.strip()] or ["?"]
             error_lines = [line for line in lines if "rror" in line] or lines

@@ -1,7 +1,9 @@
-"""Compare the samples that the ranks of a user's script trained on (launch/worker/samples.py). Pure.
+"""Compare the samples that the ranks of a user's script trained on (launch/worker/samples.py).
+Pure.
 
-In an epoch the ranks' samples are disjoint and complete, and none occurs twice. Samplers pad an epoch so that all ranks
-make the same number of steps, or drop its rest: as many as the sampler's own rule explains are no error.
+In an epoch the ranks' samples are disjoint and complete, and none occurs twice. Samplers pad an
+epoch so that all ranks make the same number of steps, or drop its rest: as many as the sampler's
+own rule explains are no error.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 from repro_matrix.text import counted, list_ranks, list_some
 
 Json = dict[str, Any]
-DUPLICATES = 0.01  # share of samples with the content of another one that data sets are expected to have
+DUPLICATES = (
+    0.01  # share of samples with the content of another one that data sets are expected to have
+)
 ALL = 0.9  # share from which all samples occur several times, but for a rest
 
 
@@ -39,7 +43,9 @@ def compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
     found: tuple[dict[str, list[int]], ...] = {}, {}, {}
     for at, (wrong, unknown, remarks) in enumerate(results):
         if any(_overlap(epochs[0][at], epochs[0][other]) for other in right):
-            unknown = unknown + [f"{text} (right if this loader is for validation)" for text in wrong]
+            unknown = unknown + [
+                f"{text} (right if this loader is for validation)" for text in wrong
+            ]
             wrong = []
         for kind, texts in zip(found, (wrong, unknown, remarks)):
             for text in texts:
@@ -58,15 +64,23 @@ def compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
 
 def _overlap(one: Json, other: Json) -> bool:
     """Whether both loaders are read in the same steps."""
-    return one is not other and one["steps"][0] < other["steps"][1] and other["steps"][0] < one["steps"][1]
+    return (
+        one is not other
+        and one["steps"][0] < other["steps"][1]
+        and other["steps"][0] < one["steps"][1]
+    )
 
 
 def _is_one_part(epochs: Sequence[Json]) -> bool:
-    return not any(each["finished"] for each in epochs) and len({frozenset(each["samples"]) for each in epochs}) == 1
+    return (
+        not any(each["finished"] for each in epochs)
+        and len({frozenset(each["samples"]) for each in epochs}) == 1
+    )
 
 
 def _is_stable(epochs: Sequence[Sequence[Json]]) -> bool:
-    """Whether an index has the same content in several epochs of a rank, so that nothing changes samples randomly."""
+    """Whether an index has the same content in several epochs of a rank, so that nothing changes
+    samples randomly."""
     pairs = [[set(zip(each["samples"], each["content"])) for each in own] for own in epochs]
     return all(any(one & other for one, other in pairwise(own)) for own in pairs)
 
@@ -75,7 +89,12 @@ def _continued(epochs: Sequence[Json]) -> list[Json]:
     """Join an epoch that a resumed loader continues with its beginning."""
     joined: list[Json] = []
     for epoch in epochs:
-        if epoch["continues"] and joined and not joined[-1]["finished"] and joined[-1]["exact"] == epoch["exact"]:
+        if (
+            epoch["continues"]
+            and joined
+            and not joined[-1]["finished"]
+            and joined[-1]["exact"] == epoch["exact"]
+        ):
             begun = joined[-1]
             both = {key: begun[key] + epoch[key] for key in ("samples", "content")}
             joined[-1] = {**begun, **both, "finished": epoch["finished"]}
@@ -95,7 +114,8 @@ def _compare_epoch(ranks: Sequence[Json], stable: bool) -> tuple[list[str], list
     unknown = []
     if all(count < len(ranks) for count, _ in shards):
         unknown = [
-            f"{first['sampler']} splits the data in {max(shards)[0]}, which is right if other ranks share a model"
+            f"{first['sampler']} splits the data in {max(shards)[0]}, which is right if other ranks"
+            " share a model"
         ]
         ranks = [ranks[rank] for rank in sorted(shards.values())]
     if not first["exact"]:
@@ -106,7 +126,9 @@ def _compare_epoch(ranks: Sequence[Json], stable: bool) -> tuple[list[str], list
         wrong, more, _ = _by_content(ranks)
         remarks = ["completeness not checked, because each rank has a data set of its own"]
         if not stable:
-            more.append("the ranks have data sets of their own, or change the same samples randomly")
+            more.append(
+                "the ranks have data sets of their own, or change the same samples randomly"
+            )
         return [], unknown + more + wrong, remarks
     if not wrong and _share_of_twins(ranks) >= ALL:
         unknown.append("samples with other indices have equal content")
@@ -122,13 +144,18 @@ def _same_data(ranks: Sequence[Json]) -> bool:
 
 
 def _by_index(ranks: Sequence[Json]) -> tuple[list[str], list[str]]:
-    """Return what is wrong, and remarks, where samples are known by their indices in one data set."""
+    """Return what is wrong, and remarks, where samples are known by their indices in one data
+    set."""
     first = ranks[0]
     everything = Counter(sample for each in ranks for sample in each["samples"])
     wrong, remarks = _repeated([each["samples"] for each in ranks]), []
     length = first["length"] if all(each["subset"] == first["subset"] for each in ranks) else None
     excess, size = everything.total() - len(everything), max(1, first["batch_size"])
-    if wrong and length is not None and excess <= -length % (len(ranks) * (size if first["even_batches"] else 1)):
+    if (
+        wrong
+        and length is not None
+        and excess <= -length % (len(ranks) * (size if first["even_batches"] else 1))
+    ):
         wrong, remarks = [], [f"{counted(excess, 'sample')} repeated as padding"]
     absent = 0 if length is None else length - len(everything)
     if not _is_whole(ranks):
@@ -143,17 +170,26 @@ def _by_index(ranks: Sequence[Json]) -> tuple[list[str], list[str]]:
 
 
 def _by_content(ranks: Sequence[Json]) -> tuple[list[str], list[str], list[str]]:
-    """Return what is wrong, unknown, and remarks, where samples are known by checksums of their content."""
+    """Return what is wrong, unknown, and remarks, where samples are known by checksums of their
+    content."""
     first, samples = ranks[0], [each["content"] for each in ranks]
     total, distinct = sum(map(len, samples)), len(set().union(*samples))
     excess, size = total - distinct, max(1, first["batch_size"])
-    remarks = ["completeness not checked: samples are known by their content, which a random augmentation changes"]
+    remarks = [
+        "completeness not checked: samples are known by their content, which a random augmentation"
+        " changes"
+    ]
     if first["length"] is not None and excess <= -first["length"] % (len(ranks) * size):
-        return [], [], [*remarks, f"{counted(excess, 'sample')} repeated as padding"] if excess else remarks
+        return (
+            [],
+            [],
+            [*remarks, f"{counted(excess, 'sample')} repeated as padding"] if excess else remarks,
+        )
     text, share = f"{counted(excess, 'sample')} with the content of another", _share_of_twins(ranks)
     if share <= DUPLICATES:
         return [], [], [*remarks, text] if excess else remarks
-    # Workers that all read the whole stream repeat each sample on their rank; else the data holds equal samples.
+    # Workers that all read the whole stream repeat each sample on their rank; else the data holds
+    # equal samples.
     repeats = any(len(set(own)) < len(own) for own in samples)
     if share >= ALL and (not repeats or first["workers"] > 1):
         return _repeated(samples), [], remarks
@@ -182,5 +218,6 @@ def _repeated(samples: Sequence[Sequence[int]]) -> list[str]:
             owners.setdefault(sample, []).append(rank)
     shared = Counter(tuple(ranks) for ranks in owners.values() if len(ranks) > 1)
     return wrong + [
-        f"{counted(count, 'sample')} shared by {list_ranks(ranks)}" for ranks, count in shared.most_common()
+        f"{counted(count, 'sample')} shared by {list_ranks(ranks)}"
+        for ranks, count in shared.most_common()
     ]

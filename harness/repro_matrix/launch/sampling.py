@@ -1,4 +1,5 @@
-"""Sample the ranks of a running attempt: grading/hangs.py compares two samples. See docs/concepts/evidence.md."""
+"""Sample the ranks of a running attempt: grading/hangs.py compares two samples. See
+docs/concepts/evidence.md."""
 
 from __future__ import annotations
 
@@ -22,15 +23,27 @@ from repro_kit.rank_monitor import parse_dump, summarize
 import psutil
 
 from repro_matrix.environment.machine import py_spy
-from repro_matrix.grading.hangs import RankCollectives, blocking_call, in_backward, rank_collectives, stable_stack
+from repro_matrix.grading.hangs import (
+    RankCollectives,
+    blocking_call,
+    in_backward,
+    rank_collectives,
+    stable_stack,
+)
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Json
 from repro_matrix.paths import read_json
 from repro_matrix.records.attempt import Collectives
 
-ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
-FRAMES_S = 30.0  # ... and its torch may import for seconds before it can report the frames of a call
-RECORDERS = ("dump_nccl_trace_json", "fr_trace_json")  # of torch's server: NCCL's recorder, and the one of gloo
+# a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
+ANSWER_S = 1.0
+FRAMES_S = (
+    30.0  # ... and its torch may import for seconds before it can report the frames of a call
+)
+RECORDERS = (
+    "dump_nccl_trace_json",
+    "fr_trace_json",
+)  # of torch's server: NCCL's recorder, and the one of gloo
 _PHASE = re.compile(r"^(\d+\.?\d*) (.*)$", re.MULTILINE)
 NO_STACK = "# no stack"  # begins the text that says why there is no backtrace
 
@@ -46,7 +59,10 @@ class Sample:
 
     def standing(self, rank: int) -> RankCollectives:
         return rank_collectives(
-            rank, bool(self.state.get("ended")), str(self.state.get("blocking_call") or ""), self.collectives
+            rank,
+            bool(self.state.get("ended")),
+            str(self.state.get("blocking_call") or ""),
+            self.collectives,
         )
 
 
@@ -58,13 +74,16 @@ def take(
     busy_waiting: bool,
     full: bool = True,
 ) -> dict[int, Sample]:
-    """Sample every rank once. ``began``: monotonic start of the attempt. Without ``full`` no backtraces are taken."""
+    """Sample every rank once. ``began``: monotonic start of the attempt. Without ``full`` no
+    backtraces are taken."""
     living = {rank: target for rank, target in ranks.items() if processes.alive(target)}
     # Measure what the processes used first: sampling costs them something, too.
     used = {rank: _used(target) for rank, target in living.items()}
     times = {rank: time.monotonic() - began for rank in living}
     answers = _query_monitors(set(living), records)
-    traces = backtraces({rank: target.pid for rank, target in living.items()}, records) if full else {}
+    traces = (
+        backtraces({rank: target.pid for rank, target in living.items()}, records) if full else {}
+    )
     samples = {}
     for rank in range(world_size):
         if rank not in living or not processes.alive(living[rank]):
@@ -79,12 +98,21 @@ def take(
         if known and not blocked_in and waits and in_backward(trace):
             blocked_in = "backward"
         state = {
-            "time_s": times[rank], "ended": False, **used[rank], "phase": reported[-1][1] if reported else None,
-            "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocked_in,
-            "collectives_digest": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
-            # Without any answer something holds the GIL: a wait for the GPU, if the stack stays the same.
-            "busy_waiting": busy_waiting and (bool(blocked_in) or waits or (known and answer is None)),
-        }  # fmt: skip
+            "time_s": times[rank],
+            "ended": False,
+            **used[rank],
+            "phase": reported[-1][1] if reported else None,
+            "stack": _digest(stable_stack(trace)) if known else None,
+            "blocking_call": blocked_in,
+            "collectives_digest": (
+                None if collectives is None else _digest(json.dumps(collectives, sort_keys=True))
+            ),
+            # Without any answer something holds the GIL: a wait for the GPU, if the stack stays the
+            # same.
+            "busy_waiting": (
+                busy_waiting and (bool(blocked_in) or waits or (known and answer is None))
+            ),
+        }
         samples[rank] = Sample(state, trace, answer, rank in answers)
     return samples
 
@@ -94,7 +122,8 @@ def _digest(text: str) -> str:
 
 
 def _used(target: psutil.Process) -> Json:
-    """Return CPU seconds, bytes read and written, and whether anything runs, of a rank and its descendants."""
+    """Return CPU seconds, bytes read and written, and whether anything runs, of a rank and its
+    descendants."""
     cpu = io = 0.0
     busy = False
     for each in processes.tree({target}):
@@ -111,10 +140,13 @@ def _used(target: psutil.Process) -> Json:
 
 
 def _busy(pid: int) -> bool:
-    """Return whether any thread runs or waits for a core or a disk: under load a working rank may get no CPU time."""
+    """Return whether any thread runs or waits for a core or a disk: under load a working rank may
+    get no CPU time."""
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as source:
+            with open(
+                f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace"
+            ) as source:
                 if source.read().rpartition(")")[2].split()[0] in "RD":
                     return True
     except (OSError, IndexError):
@@ -132,19 +164,28 @@ def phases(records: Path, rank: int) -> list[tuple[float, str]]:
 
 
 def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:
-    """Add to the samples the frames of the calls in which the ranks wait: on a GPU no backtrace has them."""
-    waiting = {rank for rank, sample in last.items() if sample.answered and sample.standing(rank).pending}
+    """Add to the samples the frames of the calls in which the ranks wait: on a GPU no backtrace has
+    them."""
+    waiting = {
+        rank for rank, sample in last.items() if sample.answered and sample.standing(rank).pending
+    }
     answers = _query_monitors(waiting, records, b"f", FRAMES_S)
-    return {rank: replace(sample, collectives=answers.get(rank, sample.collectives)) for rank, sample in last.items()}
+    return {
+        rank: replace(sample, collectives=answers.get(rank, sample.collectives))
+        for rank, sample in last.items()
+    }
 
 
 def _query_monitors(
     ranks: set[int], records: Path, question: bytes = b"?", limit_s: float = ANSWER_S
 ) -> dict[int, Collectives]:
-    """Return what the ranks' monitor threads report about their collectives; all are queried at once."""
+    """Return what the ranks' monitor threads report about their collectives; all are queried at
+    once."""
     files = {rank: records / f"collectives-{rank}.json" for rank in ranks}
     before = {rank: _changed(path) for rank, path in files.items()}
-    queried = {rank: path for rank, path in files.items() if _send(records / f"ask-{rank}", question)}
+    queried = {
+        rank: path for rank, path in files.items() if _send(records / f"ask-{rank}", question)
+    }
     answers: dict[int, Any] = {}
     limit = time.monotonic() + limit_s
     while len(answers) < len(queried) and time.monotonic() < limit:
@@ -158,9 +199,11 @@ def _query_monitors(
 
 
 def _query_server(rank: int, records: Path, others: Iterable[Collectives]) -> Collectives | None:
-    """Return what torch's own server in a rank reports (without frames); it answers while the GIL is held.
+    """Return what torch's own server in a rank reports (without frames); it answers while the GIL
+    is held.
 
-    ``others``: gloo's recorder does not name the ranks of a group; those of this rank's groups are in their answers.
+    ``others``: gloo's recorder does not name the ranks of a group; those of this rank's groups are
+    in their answers.
     """
     for name in RECORDERS if (records / f"recorder-{rank}").exists() else ():
         try:
@@ -170,18 +213,26 @@ def _query_server(rank: int, records: Path, others: Iterable[Collectives]) -> Co
             continue
         if answer is not None:
             for other in others:
-                answer["groups"] |= {group: ranks for group, ranks in other["groups"].items() if rank in ranks}
+                answer["groups"] |= {
+                    group: ranks for group, ranks in other["groups"].items() if rank in ranks
+                }
             return cast(Collectives, answer)
     return None
 
 
 def _request(records: Path, rank: int, name: str) -> bytes:
-    """Return what a handler of torch's server sends. Raise OSError or ValueError (also of JSON: it is no dump)."""
+    """Return what a handler of torch's server sends. Raise OSError or ValueError (also of JSON: it
+    is no dump)."""
     folder = os.open(records, os.O_RDONLY)
-    with contextlib.closing(http.client.HTTPConnection("rank")) as connection, socket.socket(socket.AF_UNIX) as link:
+    with (
+        contextlib.closing(http.client.HTTPConnection("rank")) as connection,
+        socket.socket(socket.AF_UNIX) as link,
+    ):
         try:
             link.settimeout(ANSWER_S)
-            link.connect(f"/proc/self/fd/{folder}/recorder-{rank}")  # the whole path may be too long
+            link.connect(
+                f"/proc/self/fd/{folder}/recorder-{rank}"
+            )  # the whole path may be too long
             connection.sock = link
             connection.request("POST", f"/handler/{name}")
             return connection.getresponse().read()
@@ -216,7 +267,8 @@ def _read(path: Path) -> Json | None:
 
 
 def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
-    """Return the backtraces of each rank (rank -> pid) as text. The first line says how they were obtained."""
+    """Return the backtraces of each rank (rank -> pid) as text. The first line says how they were
+    obtained."""
 
     def stack(rank: int, pid: int) -> str:
         text, problem = py_spy(pid)
@@ -227,7 +279,8 @@ def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
 
 
 def _faulthandler(rank: int, pid: int, records: Path, problem: str) -> str:
-    """Return what the kit's faulthandler writes on SIGUSR1. Without the kit's file the signal would end the rank."""
+    """Return what the kit's faulthandler writes on SIGUSR1. Without the kit's file the signal would
+    end the rank."""
     path = records / f"stacks-{rank}.txt"
     if not path.exists():
         return f"{NO_STACK} ({problem}; the rank had not reached the kit)"

@@ -1,8 +1,10 @@
-"""The checks of `repro run --check`: compare what the ranks of a user's script described of their parameters. Pure.
+"""The checks of `repro run --check`: compare what the ranks of a user's script described of their
+parameters. Pure.
 
-A check that could compare nothing says why, and is no evidence (grading/checks.py). Replicas must be equal to the last
-bit: every rank computes the same update from the same gradient. So must the gradients of the last step, because an
-update that depends only on their signs (the first of AdamW) hides that they were not reduced.
+A check that could compare nothing says why, and is no evidence (grading/checks.py). Replicas must
+be equal to the last bit: every rank computes the same update from the same gradient. So must the
+gradients of the last step, because an update that depends only on their signs (the first of AdamW)
+hides that they were not reduced.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
     """Add the wanted checks (``replicas``, ``finite``, ``data``) to each rank's record."""
     if "data" in wanted:
         ended = {"missing": "the process ended without Python's exit"}
-        compared, wrong, unknown = sample_checks.compare([each["facts"].get("samples", ended) for each in records])
+        compared, wrong, unknown = sample_checks.compare(
+            [each["facts"].get("samples", ended) for each in records]
+        )
         for record in records:
             _add(record, "data_partitioned", compared, wrong, "" if wrong else unknown)
     ranks = [
@@ -36,7 +40,10 @@ def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
             _add(record, "replicas_equal", compared, wrong, why or ("" if wrong else unknown))
         if "finite" in wanted:
             wrong = [each["name"] for each in parameters if not each["finite"]]
-            compared = f"{len(parameters)} tensors and {sum(each['gradient'] for each in parameters)} gradients"
+            compared = (
+                f"{len(parameters)} tensors and {sum(each['gradient'] for each in parameters)}"
+                " gradients"
+            )
             _add(record, "parameters_finite", compared, wrong, missing)
 
 
@@ -48,24 +55,35 @@ def _no_replicas(ranks: Sequence[Mapping[str, Any]]) -> str:
         return "there is one rank"
     grouped = min(each["group"] for each in ranks)
     if grouped < len(ranks):
-        group = f"the process group has {counted(grouped, 'rank')}" if grouped else "no process group was created"
+        group = (
+            f"the process group has {counted(grouped, 'rank')}"
+            if grouped
+            else "no process group was created"
+        )
         return f"{group}: the {len(ranks)} ranks are not one training"
     shapes = [[(each["name"], each["shape"]) for each in facts["parameters"]] for facts in ranks]
-    return "" if all(each == shapes[0] for each in shapes) else "the ranks train different parameters"
+    return (
+        "" if all(each == shapes[0] for each in shapes) else "the ranks train different parameters"
+    )
 
 
 def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
-    """Return what was compared, the names of what differs, and why gradients could not be compared. Equal parameters
-    alone are no proof."""
-    columns = [each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]]
+    """Return what was compared, the names of what differs, and why gradients could not be compared.
+    Equal parameters alone are no proof."""
+    columns = [
+        each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]
+    ]
     frozen = sum(each[0]["frozen"] for each in columns)
     compared = counted(len(columns), "parameter") + f" ({frozen} frozen)" * bool(frozen)
-    numbers = {"that DDP ignores": len(ranks[0]["parameters"]) - len(columns),
-               "that no optimizer has stepped on": max(each["others"] for each in ranks)}  # fmt: skip
+    numbers = {
+        "that DDP ignores": len(ranks[0]["parameters"]) - len(columns),
+        "that no optimizer has stepped on": max(each["others"] for each in ranks),
+    }
     left = "".join(
         f"; {counted(number, 'parameter')} {which} {'was' if number == 1 else 'were'} not compared"
-        for which, number in numbers.items() if number
-    )  # fmt: skip
+        for which, number in numbers.items()
+        if number
+    )
     wrong = _different(columns, "hash")
     used = [[rank["used"][0] for rank in each] for each in columns]
     steps = sorted({max(each, default=0) for each in zip(*used)})
@@ -78,8 +96,15 @@ def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
         why = f"gradients not compared: {unknown[0]}"
         return f"{compared}; {why}{left}", wrong, f"the parameters are equal; {why}{left}"
     wrong += [f"gradient of {name}" for name in _different(columns, "used")]
-    compared += f" and {counted(sum(map(any, used)), 'gradient')} of the last of {counted(steps[0], 'step')}"
-    return f"{compared} {'compared' if wrong else 'are equal'} on {len(ranks)} ranks{left}", wrong, ""
+    compared += (
+        f" and {counted(sum(map(any, used)), 'gradient')} of the last of"
+        f" {counted(steps[0], 'step')}"
+    )
+    return (
+        f"{compared} {'compared' if wrong else 'are equal'} on {len(ranks)} ranks{left}",
+        wrong,
+        "",
+    )
 
 
 def _different(columns: Sequence[Sequence[Json]], key: str) -> list[str]:
@@ -87,9 +112,20 @@ def _different(columns: Sequence[Sequence[Json]], key: str) -> list[str]:
 
 
 def _add(record: Json, name: str, compared: str, wrong: Sequence[str], why: str) -> None:
-    subject = f"{compared}; wrong: {', '.join(wrong[:4])}{' ...' if wrong[4:] else ''}" if wrong else compared
+    subject = (
+        f"{compared}; wrong: {', '.join(wrong[:4])}{' ...' if wrong[4:] else ''}"
+        if wrong
+        else compared
+    )
     record["done_at"] = record["ended"] or 0.0
     record["checks"].append(
-        {"name": name, "actual": len(wrong), "expected": 0, "tolerance": 0, "passed": not wrong,
-         "subject": f"0 tensors: {why}" if why else subject, "at": record["done_at"]}
-    )  # fmt: skip
+        {
+            "name": name,
+            "actual": len(wrong),
+            "expected": 0,
+            "tolerance": 0,
+            "passed": not wrong,
+            "subject": f"0 tensors: {why}" if why else subject,
+            "at": record["done_at"],
+        }
+    )

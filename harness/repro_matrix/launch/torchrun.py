@@ -1,8 +1,10 @@
-"""Cold starts, each attempt in fresh interpreters: by torchrun's own code (the reference), or by a user's own command.
+"""Cold starts, each attempt in fresh interpreters: by torchrun's own code (the reference), or by a
+user's own command.
 
-A user's command (torchrun, accelerate, deepspeed, python) runs with the recording hooks (worker/hooks/sitecustomize.py)
-in its processes. Its ranks keep what they would have had: the working directory, the user's environment, the script's
-arguments. Added are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH.
+A user's command (torchrun, accelerate, deepspeed, python) runs with the recording hooks
+(worker/hooks/sitecustomize.py) in its processes. Its ranks keep what they would have had: the
+working directory, the user's environment, the script's arguments. Added are the stack's overlay, a
+TMPDIR of the attempt, and the hooks' folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ class TorchrunLauncher:
             if attempt.command:
                 return run_command(attempt, attempt.command, stop)
             return tried_again(
-                lambda: run_worker(attempt, self.name, command, command, environment(attempt), stop), ("port",), stop
+                lambda: run_worker(
+                    attempt, self.name, command, command, environment(attempt), stop
+                ),
+                ("port",),
+                stop,
             )
         finally:
             remove(attempt.directory)
@@ -65,7 +71,8 @@ class TorchrunLauncher:
 
 
 def tried_again(once: Callable[[], Json], kinds: tuple[str, ...], stop: threading.Event) -> Json:
-    """Return the observation of an attempt, or of its repetition after an infrastructure error of these ``kinds``."""
+    """Return the observation of an attempt, or of its repetition after an infrastructure error of
+    these ``kinds``."""
     observation = once()
     problem = observation["infra_error"]
     if problem and problem["kind"] in kinds and not stop.is_set():
@@ -78,21 +85,33 @@ def run_command(attempt: Attempt, command: AdhocCase, stop: threading.Event) -> 
     """Run a user's command; return the observation with ``printed`` and ``command_exit``."""
     argv = [attempt.python, *command.argv]
     spec = {
-        "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
-        "world_size": attempt.world_size, "plain": command.plain,
-    }  # fmt: skip
+        "command": argv,
+        "cwd": os.getcwd(),
+        "env": {},
+        "record_dir": str(attempt.records),
+        "world_size": attempt.world_size,
+        "plain": command.plain,
+    }
     worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
-    observation = run_worker(attempt, "command", argv, worker, user_environment(attempt, command), stop, spec)
+    observation = run_worker(
+        attempt, "command", argv, worker, user_environment(attempt, command), stop, spec
+    )
     return complete(observation, attempt, command) if attempt.logs.exists() else observation
 
 
 def run_worker(
-    attempt: Attempt, launcher: str, command: list[str], worker: list[str], env: Mapping[str, str],
-    stop: threading.Event, spec: Json | None = None,
-) -> Json:  # fmt: skip
+    attempt: Attempt,
+    launcher: str,
+    command: list[str],
+    worker: list[str],
+    env: Mapping[str, str],
+    stop: threading.Event,
+    spec: Json | None = None,
+) -> Json:
     """Run an attempt's ranks below one worker process inside the stack; return the observation.
 
-    ``command``: what is recorded. ``worker``: the process's arguments. ``spec``: its input, if not the attempt's.
+    ``command``: what is recorded. ``worker``: the process's arguments. ``spec``: its input, if not
+    the attempt's.
     """
     started = time.time()
     if stop.is_set():  # nothing may start any more: the run may have lost its devices
@@ -100,11 +119,17 @@ def run_worker(
     prepare(attempt, spec)
     try:
         with open(attempt.logs / "launcher.log", "ab") as log:
-            # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+            # A session of its own: Ctrl-C in the terminal is for the controller, which ends the
+            # attempt in order.
             process = subprocess.Popen(
-                worker, env={**env, PARENT_TOKEN: str(os.getpid())}, cwd=attempt.work, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                worker,
+                env={**env, PARENT_TOKEN: str(os.getpid())},
+                cwd=attempt.work,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
     except OSError as error:  # the interpreter does not exist or does not run
         problem = {"kind": "launch", "message": f"{type(error).__name__}: {error}"}
         return observe.not_started(attempt, launcher, command, started, problem)
@@ -124,20 +149,36 @@ def run_worker(
 def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
     """Return the user's own environment, without what a launch sets anew."""
     shown = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-    env = {name: value for name, value in os.environ.items() if name in shown or not set_by_launch(name)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name in shown or not set_by_launch(name)
+    }
     env.pop("PYTHONHOME", None)
     private = private_environment(attempt)
-    own_values = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
+    own_values = {
+        name: private[name]
+        for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")
+    }
     added = {name: value for name, value in attempt.env.items() if name != "PYTHONPATH"}
     if attempt.gpus:
         added |= visible_devices(attempt)
     paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
-    hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
+    hooks = {
+        "REPRO_RECORDS": str(attempt.records),
+        **({"REPRO_PLAIN": "1"} if command.single else {}),
+    }
     hooks |= {"REPRO_CHECKS": ",".join(command.checks)} if command.checks else {}
     return {
-        **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
-        **added, **own_values, **hooks, **attempt.trace, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }  # fmt: skip
+        **env,
+        "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"),
+        "PYTHONUNBUFFERED": "1",
+        **added,
+        **own_values,
+        **hooks,
+        **attempt.trace,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
 
 
 def complete(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
@@ -145,14 +186,21 @@ def complete(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
     code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
     ranks = observation["ranks"]
     begun = [rank for rank in ranks if rank["record"] or rank["pid"] is not None]
-    # A record of a smaller world: the launcher did not start what the command asks for, whatever the script did then.
+    # A record of a smaller world: the launcher did not start what the command asks for, whatever
+    # the script did then.
     smaller = any(rank["record"] and rank["record"]["world_size"] < len(ranks) for rank in begun)
-    if 0 < len(begun) < len(ranks) and (smaller or (code == 0 and not observation["attempt"]["timed_out"])):
+    if 0 < len(begun) < len(ranks) and (
+        smaller or (code == 0 and not observation["attempt"]["timed_out"])
+    ):
         started = f"only {counted(len(begun), 'rank')} of {len(ranks)} started"
         message = (
-            f"{started}: the launcher made fewer processes than the command asks for. Check the launcher's options."
+            f"{started}: the launcher made fewer processes than the command asks for. Check the"
+            " launcher's options."
         )
-        observation["infra_error"] = observation["infra_error"] or {"kind": "launch", "message": message}
+        observation["infra_error"] = observation["infra_error"] or {
+            "kind": "launch",
+            "message": message,
+        }
         ranks = observation["ranks"] = begun
     for rank in ranks:
         record = rank["record"]
@@ -160,21 +208,37 @@ def complete(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
             continue
         record["done"] = rank["exit_code"] == 0
         raised = record["exception"]
-        if raised and raised["type"] == "ProcessRaisedException":  # torch.multiprocessing: with the child's traceback
+        if (
+            raised and raised["type"] == "ProcessRaisedException"
+        ):  # torch.multiprocessing: with the child's traceback
             inner = tracebacks(raised["message"])
-            record["exception"] = {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
+            record["exception"] = (
+                {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
+            )
     add_checks([rank["record"] for rank in ranks if rank["record"]], command.checks)
     logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
     observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
-    for item in observation["printed"]["log"]:  # a line that was printed counts as one that was logged
-        record = next((rank["record"] for rank in ranks if item["rank"] in (rank["rank"], -1) and rank["record"]), None)
+    for item in observation["printed"][
+        "log"
+    ]:  # a line that was printed counts as one that was logged
+        record = next(
+            (
+                rank["record"]
+                for rank in ranks
+                if item["rank"] in (rank["rank"], -1) and rank["record"]
+            ),
+            None,
+        )
         if record is not None:
-            record["logs"].append({"logger": "printed", "message": item["line"], "file": "", "code_location": ""})
+            record["logs"].append(
+                {"logger": "printed", "message": item["line"], "file": "", "code_location": ""}
+            )
     return observation
 
 
 def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
-    """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if a log was cut."""
+    """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if
+    a log was cut."""
     result: Json = {"log": [], "metric": [], "cut": False}
     for rank, path in logs:
         for line in _lines(path, result) if command.log or command.metric else ():
@@ -184,7 +248,9 @@ def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
             if value is not None:
                 result["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
     if result["metric"]:
-        result["by_rank"] = {str(item["rank"]): item["value"] for item in result["metric"] if item["rank"] >= 0}
+        result["by_rank"] = {
+            str(item["rank"]): item["value"] for item in result["metric"] if item["rank"] >= 0
+        }
         first = result["metric"][0]["rank"]  # the first rank that prints it counts for the attempt
         result["metric"] = [item for item in result["metric"] if item["rank"] == first]
     return {**result, "log": result["log"][-KEPT_LINES:], "metric": result["metric"][-KEPT_LINES:]}
@@ -226,13 +292,19 @@ def _storable(number: float) -> float:
 
 
 def tracebacks(text: str) -> list[Exception_]:
-    """Return each whole traceback of a text, in the shape of repro_kit/record.py's ``describe_exception``."""
+    """Return each whole traceback of a text, in the shape of repro_kit/record.py's
+    ``describe_exception``."""
     labels, errors = Labels(), Errors()
     for number, line in enumerate(text.splitlines()):
         errors.read(labels.split(line, number))
     errors.end()
     records = [error.record for error in errors.found.values() if error.whole and error.places]
-    for frame in (frame for record in records for frame in record["frames"] if not _INSTALLED.search(frame["file"])):
+    for frame in (
+        frame
+        for record in records
+        for frame in record["frames"]
+        if not _INSTALLED.search(frame["file"])
+    ):
         frame["code_location"] = ""  # the user's own; an installed file is placed by its path
     return [cast(Exception_, {"bases": [], **record}) for record in records]
 

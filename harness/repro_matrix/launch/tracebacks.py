@@ -1,11 +1,13 @@
 """Put the tracebacks of a log together, per process, each error once. Pure.
 
-torchrun, Ray, SLURM, mpirun, pdsh and containers put a prefix before every line of a process; time stamps may stand
-before or after it. Prefixes of another shape are learned: what stands before ``Traceback (most recent call last)``
-stands before the lines that belong to it, too. Where a traceback begins before another one of the same prefix has
-ended, several processes write into one stream: what follows within MIXED lines is marked as ``mixed``.
+torchrun, Ray, SLURM, mpirun, pdsh and containers put a prefix before every line of a process; time
+stamps may stand before or after it. Prefixes of another shape are learned: what stands before
+``Traceback (most recent call last)`` stands before the lines that belong to it, too. Where a
+traceback begins before another one of the same prefix has ended, several processes write into one
+stream: what follows within MIXED lines is marked as ``mixed``.
 
-Read as well: a traceback whose beginning is cut off, rich's boxes, IPython's, faulthandler's dump of a crash.
+Read as well: a traceback whose beginning is cut off, rich's boxes, IPython's, faulthandler's dump
+of a crash.
 """
 
 from __future__ import annotations
@@ -19,22 +21,27 @@ from repro_matrix.text import ESCAPE
 HEADER = "Traceback (most recent call last)"
 # A time stamp or a logger's format, which say nothing of the process.
 _TIME = re.compile(
-    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ]|[A-Z][a-z]{2} [ \d]\d )?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
-    r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) (?:\d+ )?\[[\w./]+:\d+\] ?)?"
+    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ]|[A-Z][a-z]{2} [ \d]\d"
+    r" )?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
+    r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) (?:\d+"
+    r" )?\[[\w./]+:\d+\] ?)?"
     r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]+:\d+\] ?"
 )
-# Each names its process, so that the lines of one belong together; the group is its rank, where the label has it.
+# Each names its process, so that the lines of one belong together; the group is its rank, where the
+# label has it.
 _LABEL = re.compile(
     r"\[rank:? ?(?P<a>\d+)\]:? ?"  # torch, Lightning
     r"|\[[A-Za-z_]+(?P<b>\d+)\]: ?"  # torchrun --tee: its role and rank
-    r"|\[\d+,(?:mpirank:)?(?P<c>\d+)(?:,[\w-]+)?\]<std(?:err|out)>: ?"  # mpirun --tag-output, SageMaker
+    # mpirun --tag-output, SageMaker
+    r"|\[\d+,(?:mpirank:)?(?P<c>\d+)(?:,[\w-]+)?\]<std(?:err|out)>: ?"
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
     r"|[\w.-]+: (?=\[(?:rank|default)\d)"  # pdsh
 )
 _LEARNED = re.compile(
     r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?"
-    r"|[\[(<][^\[\]<>]{1,80}[\])>]:? ?|(?:> ?)+|[\w.-]+ \[std(?:err|out)\] ?"  # a job's own, a quotation, milabench
+    # a job's own, a quotation, milabench
+    r"|[\[(<][^\[\]<>]{1,80}[\])>]:? ?|(?:> ?)+|[\w.-]+ \[std(?:err|out)\] ?"
 )
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")  # no process is named so
@@ -69,7 +76,12 @@ class Labels:
                 at = text.find(HEADER) if HEADER in text else text.find('  File "')
                 label, rank, text = self._learn(text, at) if at > 0 else ("", None, text)
         text = self._without_format(text, number)
-        return Line(number, label, rank, _REPEATED.sub("", text) if label and text.endswith("cluster]") else text)
+        return Line(
+            number,
+            label,
+            rank,
+            _REPEATED.sub("", text) if label and text.endswith("cluster]") else text,
+        )
 
     def _learn(self, text: str, at: int) -> tuple[str, int | None, str]:
         prefix = text[:at]
@@ -80,11 +92,14 @@ class Labels:
         return prefix, self.learned[prefix], text[at:]
 
     def _without_format(self, text: str, number: int) -> str:
-        """Return a line without what a logger writes before the header of a traceback, and perhaps before each of the
-        lines that follow. What else stands before the header (a progress bar, a sentence) is no line's."""
+        """Return a line without what a logger writes before the header of a traceback, and perhaps
+        before each of the lines that follow. What else stands before the header (a progress bar, a
+        sentence) is no line's."""
         if (at := text.find(HEADER)) > 0 and text.strip("\"': ").endswith(HEADER):
             self._format = re.compile(re.sub(r"\d+", r"\\d+", re.escape(text[:at])))
-        found = self._format.match(text) if self._format and (at > 0 or number <= self._until) else None
+        found = (
+            self._format.match(text) if self._format and (at > 0 or number <= self._until) else None
+        )
         if at > 0 or (found and text.startswith(" ", found.end())):
             self._until = number + FORMATTED
         return text[at:] if at > 0 else text[found.end() :] if found else text
@@ -113,7 +128,8 @@ MAX_ERRORS = 300  # distinct ones that are listed
 
 @dataclass(frozen=True)
 class Error:
-    """One error of the log; ``record`` is what a rank would have recorded (docs/concepts/evidence.md)."""
+    """One error of the log; ``record`` is what a rank would have recorded
+    (docs/concepts/evidence.md)."""
 
     line: int  # of its message, else of its beginning
     label: str
@@ -127,7 +143,9 @@ class Error:
     ranks: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()  # that the messages of equal errors name
     last: int = 0  # the line of the last equal one
-    after: int = 0  # the line of the error of the same process that it was raised from, or while handling
+    after: int = (
+        0  # the line of the error of the same process that it was raised from, or while handling
+    )
     ignored: bool = False  # Python went on after it, or a text quotes it
 
     @property
@@ -149,7 +167,11 @@ class Error:
     @property
     def key(self) -> tuple[str, str, str]:
         """What errors have in common that are listed as one."""
-        where = f"{self.places[-1]['file']}:{self.places[-1]['line']}" if self.places else self.stack[-2000:]
+        where = (
+            f"{self.places[-1]['file']}:{self.places[-1]['line']}"
+            if self.places
+            else self.stack[-2000:]
+        )
         return self.type, re.sub(r"\d+", "N", self.message.partition("\n")[0])[:300], where
 
 
@@ -159,33 +181,48 @@ BETWEEN = 64  # lines of other processes between two of a message
 PATIENCE = 4000  # lines until a traceback without a new line of its own is given up
 MESSAGE = 4000  # characters
 FRAMES = 400
-_FRAME = re.compile(r'^[\s^~]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+?))?\s*$')
+_FRAME = re.compile(
+    r'^[\s^~]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+?))?\s*$'
+)
 _RICH = re.compile(r"^│ (?P<file>\S.*?):(?P<line>\d+) in (?P<function>\S+)\s*│$")
-_IPYTHON = re.compile(r"^(?:File )?(?P<file>[~/][^\s:]*\.py)(?::(?P<line>\d+))?,? in (?P<function>[\w.<>]+)\(.*$")
-_ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*(?:\([\w.]+\))?)(?:: ?(?P<message>.*))?$")
+_IPYTHON = re.compile(
+    r"^(?:File )?(?P<file>[~/][^\s:]*\.py)(?::(?P<line>\d+))?,? in (?P<function>[\w.<>]+)\(.*$"
+)
+_ERROR = re.compile(
+    r"^(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*(?:\([\w.]+\))?)(?:: ?(?P<message>.*))?$"
+)
 _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeout|Failure|Fault)$")
 # Without a traceback only a line that looks like the end of one is an error.
 _BARE = re.compile(
-    # A job's prefix, a quotation. All spaces are taken at once, else a row of asterisks takes for ever.
+    # A job's prefix, a quotation. All spaces are taken at once, else a row of asterisks takes for
+    # ever.
     r"^ *(?:(?:\[[^\[\]]{1,80}\]:?|\([^()]{1,80}\):?|<[^<>]{1,80}>:?|[>`\"'*]) *(?! ))*(?<! {2})"
     r"(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault)|Exception(?=: )"
     r"|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
     r"(?:: (?P<message>\S.*)|:?\s*)$"
 )
-_TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
-# What stands above a traceback: where that is cut off, it is all that is left. A warning has frames of C++, too.
+_TWICE = re.compile(
+    r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+"
+)  # of two ranks on one line
+# What stands above a traceback: where that is cut off, it is all that is left. A warning has frames
+# of C++, too.
 _SIGN = re.compile(
-    r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame #(?P<cpp>\d+): "
+    r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame"
+    r" #(?P<cpp>\d+): "
 )
 _CPP_WARNING = re.compile(r"\[W\d* |^W\d{4} ")
 CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
-    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
-    "Floating point exception": "SIGFPE", "Illegal instruction": "SIGILL",
-}  # fmt: skip
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
 _LOGGED = re.compile(
-    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback"
+    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4}"
+    r" |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback"
     r"|Killing subprocess )"
 )
 
@@ -217,19 +254,30 @@ class _Open:
     def exception(self) -> dict[str, Any]:
         module, _, kind = ("", "", self.type) if "(" in self.type else self.type.rpartition(".")
         message = "\n".join(self.message).rstrip()[:MESSAGE]
-        return {"type": kind, "module": module, "message": message, "frames": self.frames, "cause": None}
+        return {
+            "type": kind,
+            "module": module,
+            "message": message,
+            "frames": self.frames,
+            "cause": None,
+        }
 
 
 class Errors:
-    """Reads lines; after ``end``, ``found`` has the distinct errors in order, MAX_ERRORS at most."""
+    """Reads lines; after ``end``, ``found`` has the distinct errors in order, MAX_ERRORS at
+    most."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str, str], Error] = {}  # by what they have in common
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
         self._last: dict[str, int] = {}  # label -> the line of its last error
-        self._chained: dict[str, int] = {}  # label -> the line of the error that the next one is raised from
-        self._ignored: dict[str, int] = {}  # label -> the line that says that the next traceback is ignored
+        self._chained: dict[
+            str, int
+        ] = {}  # label -> the line of the error that the next one is raised from
+        self._ignored: dict[
+            str, int
+        ] = {}  # label -> the line that says that the next traceback is ignored
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
         self.quoted = False  # what is read is a text that quotes a traceback
@@ -293,7 +341,8 @@ class Errors:
                 found.type, found.message = bare["type"], [(bare["message"] or "").lstrip(": ")]
 
     def expire(self, number: int) -> None:
-        """List what no line after this number can belong to, so that the lines that follow need not be read."""
+        """List what no line after this number can belong to, so that the lines that follow need not
+        be read."""
         for label, now in list(self._open.items()):
             if number - now.number > (now.patience if now.type else PATIENCE):
                 self._finish(label)
@@ -302,7 +351,15 @@ class Errors:
         for label in list(self._open):
             self._finish(label)
         if not self.found and (line := self._cut):
-            self._add(Error(line.number, line.label, line.rank, _Open(line, line.number).exception, whole=False))
+            self._add(
+                Error(
+                    line.number,
+                    line.label,
+                    line.rank,
+                    _Open(line, line.number).exception,
+                    whole=False,
+                )
+            )
 
     def _begin(self, line: Line, whole: bool = True) -> _Open:
         self._finish(line.label)
@@ -313,12 +370,16 @@ class Errors:
 
     def _header(self, line: Line, now: _Open | None) -> None:
         if re.search(r"\w", line.text.rpartition(HEADER)[2]):  # a text that quotes a traceback
-            self._cut = self._cut or (line if f"{HEADER}:" in line.text and not self.quoted else None)
+            self._cut = self._cut or (
+                line if f"{HEADER}:" in line.text and not self.quoted else None
+            )
             return
         if now and not now.type:
             self._mixed_until[line.label] = line.number + MIXED
             now.mixed = True
-        self._begin(line).ignored = self.quoted or line.number - self._ignored.get(line.label, -BETWEEN) <= 2
+        self._begin(line).ignored = (
+            self.quoted or line.number - self._ignored.get(line.label, -BETWEEN) <= 2
+        )
 
     def _frame_in(self, line: Line) -> re.Match[str] | None:
         text = line.text
@@ -327,7 +388,13 @@ class Errors:
         if text.startswith("│"):
             inner = text.strip("│ ")
             found = _RICH.match(f"│ {self._wrapped}{inner} │")
-            wraps = found is None and self.busy and inner.startswith("/") and "│" not in inner and "❱" not in inner
+            wraps = (
+                found is None
+                and self.busy
+                and inner.startswith("/")
+                and "│" not in inner
+                and "❱" not in inner
+            )
             if "❱" in inner and not self.busy:
                 self._cut = self._cut or line
             self._wrapped = inner + (" " if inner.endswith(" in") else "") if wraps else ""
@@ -336,7 +403,8 @@ class Errors:
 
     def _frame(self, line: Line, found: re.Match[str], now: _Open | None) -> None:
         if now is None or now.type:
-            # After Ray's own line the traceback of the remote function follows, whole and without a header.
+            # After Ray's own line the traceback of the remote function follows, whole and without a
+            # header.
             remote = now is not None and any("ray::" in part for part in now.message)
             now = self._begin(line, whole=remote)
         if not now.frames:
@@ -344,7 +412,9 @@ class Errors:
         now.number, now.wants_code = line.number, True
         function = (found.groupdict().get("function") or "").rpartition(".")[2]
         at = int(found["line"]) if found["line"] else None
-        now.frames.append({"file": found["file"], "line": at, "function": function, "module": "", "code": ""})
+        now.frames.append(
+            {"file": found["file"], "line": at, "function": function, "module": "", "code": ""}
+        )
 
     def _in_traceback(self, line: Line, now: _Open) -> bool:
         """Take a line that may be code, the last line of a traceback, or a part of its message."""
@@ -352,7 +422,11 @@ class Errors:
         if now.type:
             return _continues(now, line)
         depth = len(text) - len(text.lstrip())
-        error = _ERROR.match(_TWICE.sub(r"\g<type>", text[depth:])) if depth in (0, now.indent) else None
+        error = (
+            _ERROR.match(_TWICE.sub(r"\g<type>", text[depth:]))
+            if depth in (0, now.indent)
+            else None
+        )
         if error and self._ends(line, error, now):
             return True
         if depth >= 4 and now.wants_code:
@@ -370,7 +444,11 @@ class Errors:
             near = line.number - now.number <= 2 and not now.wants_code
             if not near or not kind.rpartition(".")[2][:1].isupper() or _LOGGED.match(line.text):
                 return False
-        now.type, now.message, now.number = error["type"], [(error["message"] or "").lstrip(": ")], line.number
+        now.type, now.message, now.number = (
+            error["type"],
+            [(error["message"] or "").lstrip(": ")],
+            line.number,
+        )
         rank = now.begun.rank if line.rank is None else line.rank
         now.begun = replace(now.begun, number=line.number, rank=rank)
         return True
@@ -384,9 +462,13 @@ class Errors:
         begun = now.begun
         if now.signal:
             stack = "\n".join(now.message[:FRAMES])
-            self._add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
+            self._add(
+                Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack))
+            )
         elif now.type or now.frames:
-            found = Error(begun.number, label, begun.rank, now.exception, whole=now.whole and bool(now.type))
+            found = Error(
+                begun.number, label, begun.rank, now.exception, whole=now.whole and bool(now.type)
+            )
             self._add(replace(found, mixed=now.mixed, after=now.after, ignored=now.ignored))
         elif f"{HEADER}:" in begun.text:  # a mention has no colon
             self._cut = self._cut or begun
@@ -394,11 +476,21 @@ class Errors:
     def _add(self, error: Error) -> None:
         key = error.key
         if key not in self.found:  # the message and the frames of one error may stand apart
-            same = ((each, old) for each, old in self.found.items() if error.type and each[:2] == key[:2])
-            key = next((each for each, old in same if old.key == key or not (old.places and error.places)), key)
+            same = (
+                (each, old)
+                for each, old in self.found.items()
+                if error.type and each[:2] == key[:2]
+            )
+            key = next(
+                (each for each, old in same if old.key == key or not (old.places and error.places)),
+                key,
+            )
         old = self.found.get(key)
         ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
-        gpus = {*(old.gpus if old else ()), *(_GPU.findall(error.message) if error.rank is None else ())}
+        gpus = {
+            *(old.gpus if old else ()),
+            *(_GPU.findall(error.message) if error.rank is None else ()),
+        }
         if old is None and len(self.found) >= MAX_ERRORS:
             return
         message = max(error.message, old.message, key=len) if old and key != error.key else ""
@@ -417,10 +509,13 @@ class Errors:
 
 
 def _continues(now: _Open, line: Line) -> bool:
-    """Return whether a line belongs to the message of a traceback that has ended; it is added then."""
+    """Return whether a line belongs to the message of a traceback that has ended; it is added
+    then."""
     text = line.text
     indented = text[:1] in (" ", "\t") and bool(text.strip())
-    plain = bool(text) and not _LOGGED.match(text) and not _BARE.match(text) and len(now.message) < 8
+    plain = (
+        bool(text) and not _LOGGED.match(text) and not _BARE.match(text) and len(now.message) < 8
+    )
     if text.lstrip().startswith("raise "):  # another process's code
         return False
     if line.number - now.number > now.patience or not (indented or plain) or len(now.message) >= 60:

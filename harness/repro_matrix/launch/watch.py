@@ -1,11 +1,14 @@
-"""Supervise one attempt: enforce its time limits, detect hangs early, handle Ctrl-C, clean up leaked processes.
+"""Supervise one attempt: enforce its time limits, detect hangs early, handle Ctrl-C, clean up
+leaked processes.
 
-Every launcher uses it. The launcher says when the attempt has finished and from which process it descends; this module
-decides when to end it, samples the ranks of a hang first, and ensures that nothing outlives the attempt.
+Every launcher uses it. The launcher says when the attempt has finished and from which process it
+descends; this module decides when to end it, samples the ranks of a hang first, and ensures that
+nothing outlives the attempt.
 
-A hang is no progress between two samples of the ranks (grading/hangs.py). At the deadline ranks are sampled
-twice. Before it, when they have been quiet for a while: such an attempt ends early, but only where two samples agree
-that no rank moves and that they wait for each other for ever (grading/hangs.py). Otherwise it goes on.
+A hang is no progress between two samples of the ranks (grading/hangs.py). At the deadline ranks are
+sampled twice. Before it, when they have been quiet for a while: such an attempt ends early, but
+only where two samples agree that no rank moves and that they wait for each other for ever
+(grading/hangs.py). Otherwise it goes on.
 """
 
 from __future__ import annotations
@@ -28,9 +31,13 @@ POLL_S = 0.05
 LOOK_S = 1.0  # how often the process tree, its memory files and the size of the logs are checked
 APART_S = 2.5  # between two samples that are compared
 QUIET_S = 3.0  # ranks that used no CPU time for so long are sampled
-QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, the cost of being watched
-EVERY_S = 10.0  # after samples without a hang; ranks that wait on a GPU keep a core busy: they are sampled so often
-TRIES = 8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
+# CPU seconds per rank and second that count as none: heartbeats, the cost of being watched
+QUIET_CPU = 0.04
+# after samples without a hang; ranks that wait on a GPU keep a core busy: they are sampled so often
+EVERY_S = 10.0
+TRIES = (
+    8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
+)
 
 
 @dataclass
@@ -44,16 +51,23 @@ class Watched:
     deadlock: str | None = None  # ... before its deadline: why its ranks could not go on
     startup_s: float | None = None  # from the start until every rank was past its start
     limit_s: float = 0.0  # the time limit that applied at the end
-    samples: dict[int, list[Sample]] = field(default_factory=dict)  # of ranks, at a hang or the deadline
+    samples: dict[int, list[Sample]] = field(
+        default_factory=dict
+    )  # of ranks, at a hang or the deadline
     interrupted: bool = False
-    running: set[int] = field(default_factory=set)  # ranks that still ran when the controller began to end the attempt
+    running: set[int] = field(
+        default_factory=set
+    )  # ranks that still ran when the controller began to end the attempt
     stacks: dict[int, str] = field(default_factory=dict)
-    leaked_processes: list[str] = field(default_factory=list)  # what had to be ended although the attempt had finished
+    leaked_processes: list[str] = field(
+        default_factory=list
+    )  # what had to be ended although the attempt had finished
     cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
 class Watch:
-    """One attempt under watch. ``root``: the process from which all of it descends, where there is one."""
+    """One attempt under watch. ``root``: the process from which all of it descends, where there is
+    one."""
 
     def __init__(self, attempt: Attempt, root: psutil.Process | None = None) -> None:
         self.attempt = attempt
@@ -78,7 +92,8 @@ class Watch:
         return self.attempt.device == "cuda"
 
     def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
-        """Wait for ``finished`` (called with seconds that it may wait), the deadline, or ``stop``; end everything.
+        """Wait for ``finished`` (called with seconds that it may wait), the deadline, or ``stop``;
+        end everything.
 
         ``finished`` must also become true when the launcher's worker has ended.
         """
@@ -88,13 +103,19 @@ class Watch:
             if result.timed_out:
                 self._sample_at_deadline(stop)
             if result.samples and self._spins:
-                last = sampling.with_frames({r: pair[-1] for r, pair in result.samples.items()}, self.attempt.records)
-                result.samples = {rank: [pair[0], last[rank]] for rank, pair in result.samples.items()}
+                last = sampling.with_frames(
+                    {r: pair[-1] for r, pair in result.samples.items()}, self.attempt.records
+                )
+                result.samples = {
+                    rank: [pair[0], last[rank]] for rank, pair in result.samples.items()
+                }
             if result.timed_out or result.interrupted:
                 self._end_early(finished)
         finally:
             self._end_rest()  # even if the controller itself fails, nothing of the attempt stays
-        result.ended = result.started + time.monotonic() - self._began  # the clock may have been set meanwhile
+        result.ended = (
+            result.started + time.monotonic() - self._began
+        )  # the clock may have been set meanwhile
         result.cpu_s = round(sum(self._cpu.values()), 3)
         return result
 
@@ -115,22 +136,30 @@ class Watch:
                     return
 
     def _over(self) -> bool:
-        """Return whether its time is over: that for starting or, once every rank is at its work, that for the work."""
+        """Return whether its time is over: that for starting or, once every rank is at its work,
+        that for the work."""
         if self._working is None:
             self.result.limit_s = self.attempt.start_limit
-            self.result.starting = time.monotonic() - self._began > self.result.limit_s and not self._at_work()
+            self.result.starting = (
+                time.monotonic() - self._began > self.result.limit_s and not self._at_work()
+            )
             return self.result.starting
         self.result.limit_s = self.attempt.work_limit
         return time.monotonic() - self._working > self.result.limit_s
 
     def _at_work(self) -> bool:
-        """Return whether every rank is past its start (or has ended); the deadline's clock runs from then on."""
+        """Return whether every rank is past its start (or has ended); the deadline's clock runs
+        from then on."""
         ranks = self.ranks()
         if self._working is not None or self._announced < self.attempt.world_size:
             return self._working is not None
         latest = 0.0
         for rank in range(self.attempt.world_size):
-            since = [at for at, name in sampling.phases(self.attempt.records, rank) if name not in STARTING]
+            since = [
+                at
+                for at, name in sampling.phases(self.attempt.records, rank)
+                if name not in STARTING
+            ]
             if not since and rank in ranks and processes.alive(ranks[rank]):
                 return False
             latest = max([latest, *since[:1]])
@@ -140,7 +169,8 @@ class Watch:
         return True
 
     def _hangs(self) -> bool:
-        """Return whether the attempt hangs for ever, by two samples some time apart, taken only while it is quiet."""
+        """Return whether the attempt hangs for ever, by two samples some time apart, taken only
+        while it is quiet."""
         now = time.monotonic()
         if self._working is None or self.attempt.world_size < 2:
             return False
@@ -150,26 +180,37 @@ class Watch:
         if now < self._next_round:
             return False
         first, self._first, self._next_round = self._first, None, now + EVERY_S
-        # Ranks that spin are sampled while they work, too: without backtraces until they seem to hang.
+        # Ranks that spin are sampled while they work, too: without backtraces until they seem to
+        # hang.
         samples = self._sample(full=first is not None or not self._spins)
-        reason = find_deadlock([sample.standing(rank) for rank, sample in samples.items()], self._spins)
+        reason = find_deadlock(
+            [sample.standing(rank) for rank, sample in samples.items()], self._spins
+        )
         if reason is None:
             return False
         if first is None:
             self._first, self._next_round = samples, time.monotonic() + APART_S
             return False
         pairs = {rank: [first[rank], sample] for rank, sample in samples.items()}
-        if attempt_progress({rank: (one.state, other.state) for rank, (one, other) in pairs.items()}) != "stuck":
+        if (
+            attempt_progress(
+                {rank: (one.state, other.state) for rank, (one, other) in pairs.items()}
+            )
+            != "stuck"
+        ):
             return False
         self.result.deadlock, self.result.samples = reason, pairs
         return True
 
     def _sample(self, full: bool = True) -> dict[int, Sample]:
         attempt = self.attempt
-        return sampling.take(self.ranks(), attempt.world_size, attempt.records, self._began, self._spins, full)
+        return sampling.take(
+            self.ranks(), attempt.world_size, attempt.records, self._began, self._spins, full
+        )
 
     def _sample_at_deadline(self, stop: threading.Event) -> None:
-        """Sample the ranks until it is known whether they move. One move may have come just before the hang."""
+        """Sample the ranks until it is known whether they move. One move may have come just before
+        the hang."""
         if self.result.samples or self._working is None:
             return
         samples: dict[int, list[Sample]] = {}
@@ -180,13 +221,16 @@ class Watch:
             for rank, sample in self._sample().items():
                 samples.setdefault(rank, []).append(sample)
             if number:
-                answer = attempt_progress({r: (each[-2].state, each[-1].state) for r, each in samples.items()})
+                answer = attempt_progress(
+                    {r: (each[-2].state, each[-1].state) for r, each in samples.items()}
+                )
                 if answer == "stuck" or (answer == "progress" and number > 1):
                     break
         self.result.samples = {rank: each[-2:] for rank, each in samples.items()}
 
     def check(self) -> None:
-        """Record the current processes: they may lose their parent, or their environment, before the end."""
+        """Record the current processes: they may lose their parent, or their environment, before
+        the end."""
         self.ranks()
         self.known |= processes.tree(self.known)
         living = self._living()
@@ -200,12 +244,17 @@ class Watch:
         self.memory |= processes.shared_memory_of(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
-        processes.remove_stale_locks(self._extensions)  # a rank of this attempt may wait for the lock of a dead one
+        processes.remove_stale_locks(
+            self._extensions
+        )  # a rank of this attempt may wait for the lock of a dead one
 
     def _note_quiet(self, used: float) -> None:
-        """Note since when the attempt has been quiet. Checking its processes costs none of their CPU time."""
+        """Note since when the attempt has been quiet. Checking its processes costs none of their
+        CPU time."""
         now = time.monotonic()
-        if used - self._used > QUIET_CPU * self.attempt.world_size * max(now - self._checked, LOOK_S):
+        if used - self._used > QUIET_CPU * self.attempt.world_size * max(
+            now - self._checked, LOOK_S
+        ):
             self._quiet = None
         elif self._quiet is None:
             self._quiet = self._checked
@@ -233,12 +282,15 @@ class Watch:
         return self._living()
 
     def _end_early(self, finished: Callable[[float], bool]) -> None:
-        """End the ranks and their descendants, then the worker: so it can still report how they ended."""
+        """End the ranks and their descendants, then the worker: so it can still report how they
+        ended."""
         self.check()
         alive = {rank: target for rank, target in self.ranks().items() if processes.alive(target)}
         self.result.running = set(alive)
         if self.result.timed_out and not self.result.samples:
-            self.result.stacks = sampling.backtraces({r: t.pid for r, t in alive.items()}, self.attempt.records)
+            self.result.stacks = sampling.backtraces(
+                {r: t.pid for r, t in alive.items()}, self.attempt.records
+            )
         if self._ranks:
             worker = {self.root} if self.root else set()
             processes.end(lambda: self._find() - worker)
@@ -250,7 +302,9 @@ class Watch:
         early = self.result.timed_out or self.result.interrupted
         ended = processes.end(self._find, term_s=0.5)
         answer = read_launch(self.attempt.launch_file)
-        pids = {target.pid for target in self.known} | {int(entry.get("pid") or 0) for entry in answer["ranks"]}
+        pids = {target.pid for target in self.known} | {
+            int(entry.get("pid") or 0) for entry in answer["ranks"]
+        }
         left = processes.clear_shared_memory(
             self.memory, (pids | {int(answer.get("port") or 0)}) - {0}, self.result.started
         )

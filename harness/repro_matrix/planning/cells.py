@@ -1,4 +1,5 @@
-"""Catalogue and selection -> cells, the hardware that each is measured on, and why a variant cannot run there. Pure."""
+"""Catalogue and selection -> cells, the hardware that each is measured on, and why a variant cannot
+run there. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from repro_matrix.records.document import Skip as StoredSkip
 from repro_matrix.records.document import SkipKind
 from repro_matrix.text import counted
 
-# How this machine's ranks reach each other: needed on some machines, and results are compared across machines.
+# How this machine's ranks reach each other: needed on some machines, and results are compared
+# across machines.
 TRANSPORT = ("NCCL_", "GLOO_")
 MEASUREMENT = ("scale", "weights", "steps", "seed")  # settings that change what is measured
 REPRODUCING = "reproducing"  # of the axis stack: those on which the case is known to reproduce
@@ -33,7 +35,8 @@ _PLAIN = re.compile(r"[\w./:-]+")  # a value that needs no quotes in an override
 
 @dataclass(frozen=True)
 class Cell:
-    """case x model x strategy x flags x ranks x stack x hardware, and what else differs from the case's file."""
+    """case x model x strategy x flags x ranks x stack x hardware, and what else differs from the
+    case's file."""
 
     case: str
     model: str
@@ -42,12 +45,14 @@ class Cell:
     stack: str
     hardware: str
     ranks: int = 2
-    # What differs from the case's file: the number of ranks, the scale, the steps, a model's key ...: "name=value".
+    # What differs from the case's file: the number of ranks, the scale, the steps, a model's key
+    # ...: "name=value".
     overrides: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """Its name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
+        """Its name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as
+        a path."""
         parts = [f"{self.model}-{self.strategy}", *self.overrides, *_assignments(self.flags)]
         plain = "-".join(parts).replace('"', "")
         tail = re.sub(r"[^\w.=,+-]+", "_", plain)
@@ -73,11 +78,12 @@ def enumerate_cells(
 ) -> list[Cell]:
     """Return every cell of these selections, each once, without its hardware (``place``).
 
-    A case's file lists its models and strategies. With ``case`` left out or a glob, a selection narrows those lists; if
-    it names the case, it replaces them: any model, and a strategy of its file. ``overrides``: what the run's settings
-    change in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError
-    for an unknown name, a strategy that a named case does not support, a flag that no selected case declares, or a
-    value that a flag does not take.
+    A case's file lists its models and strategies. With ``case`` left out or a glob, a selection
+    narrows those lists; if it names the case, it replaces them: any model, and a strategy of its
+    file. ``overrides``: what the run's settings change in all of them (``overrides_of``).
+    ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError for an unknown name, a
+    strategy that a named case does not support, a flag that no selected case declares, or a value
+    that a flag does not take.
     """
     chosen = [expand("case", each.case, catalogue.cases, each.source) for each in selections]
     everything = [catalogue.cases[name] for names in chosen for name in names]
@@ -85,7 +91,9 @@ def enumerate_cells(
     for selection, names in zip(selections, chosen):
         _check_flags(everything, selection)
         for name in names:
-            cells |= dict.fromkeys(_cells_of(catalogue, selection, catalogue.cases[name], overrides, known or {}))
+            cells |= dict.fromkeys(
+                _cells_of(catalogue, selection, catalogue.cases[name], overrides, known or {})
+            )
     if not cells:
         raise ConfigError(
             "the selection has no cell: no selected case lists that model and strategy. "
@@ -106,15 +114,24 @@ def _cells_of(
         return  # another case's flag was swept: this case has no such cell
     axes = []
     for axis, listed, options in (
-        ("model", case.axes.model, catalogue.models), ("strategy", case.axes.strategy, catalogue.strategies)
-    ):  # fmt: skip
-        names = getattr(selection, axis) and expand(axis, getattr(selection, axis), options, selection.source)
+        ("model", case.axes.model, catalogue.models),
+        ("strategy", case.axes.strategy, catalogue.strategies),
+    ):
+        names = getattr(selection, axis) and expand(
+            axis, getattr(selection, axis), options, selection.source
+        )
         narrows = case.slug not in selection.case or axis in selection.narrows
         if axis == "strategy" and not narrows:
             names = _supported(catalogue, case, names or [], selection)
-        axes.append([name for name in listed if name in names] if names and narrows else names or listed)
+        axes.append(
+            [name for name in listed if name in names] if names and narrows else names or listed
+        )
     default_ranks = case.launch.world_size
-    stacks = [name for each in selection.stack for name in (known[case.slug] if each == REPRODUCING else [each])]
+    stacks = [
+        name
+        for each in selection.stack
+        for name in (known[case.slug] if each == REPRODUCING else [each])
+    ]
     for model, strategy, ranks, stack, *values in itertools.product(
         *axes,
         selection.ranks or [default_ranks],
@@ -122,30 +139,55 @@ def _cells_of(
         *(selection.flags[name] for name in flags),
     ):
         changed = (*([f"ranks={ranks}"] if ranks != default_ranks else []), *overrides)
-        yield Cell(case.slug, model, strategy, tuple(zip(flags, values)), stack, "auto", ranks, changed)
+        yield Cell(
+            case.slug, model, strategy, tuple(zip(flags, values)), stack, "auto", ranks, changed
+        )
 
 
-def _supported(catalogue: Catalogue, case: Case, names: Iterable[str], selection: Selection) -> list[str]:
-    """Return the strategies that the case's file names, for itself or for a variant, and that take the case's options.
-    Raises ConfigError for another one that the selection names without *."""
-    others = (catalogue.strategies[each.strategy] for each in case.variants.values() if each.strategy)
-    fitting = (each.slug for each in others if not any(each.refuses(option, value) for option, value
-                                                       in case.options.items() if option in each.options))  # fmt: skip
+def _supported(
+    catalogue: Catalogue, case: Case, names: Iterable[str], selection: Selection
+) -> list[str]:
+    """Return the strategies that the case's file names, for itself or for a variant, and that take
+    the case's options. Raises ConfigError for another one that the selection names without *."""
+    others = (
+        catalogue.strategies[each.strategy] for each in case.variants.values() if each.strategy
+    )
+    fitting = (
+        each.slug
+        for each in others
+        if not any(
+            each.refuses(option, value)
+            for option, value in case.options.items()
+            if option in each.options
+        )
+    )
     known = {*case.axes.strategy, *fitting}
     for name in names:
         if name not in known and name in (selection.strategy or ()):
-            raise unknown("strategy of this case", name, known, f"strategy={name}: case {case.slug}")
+            raise unknown(
+                "strategy of this case", name, known, f"strategy={name}: case {case.slug}"
+            )
     return [name for name in names if name in known]
 
 
-def overrides_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:
-    """Return what a run's settings change in a measurement: its results never replace the usual ones."""
+def overrides_of(
+    settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]
+) -> tuple[str, ...]:
+    """Return what a run's settings change in a measurement: its results never replace the usual
+    ones."""
     usual = RunSettings()
     names = [name for name in MEASUREMENT if getattr(settings, name) != getattr(usual, name)]
     values = [getattr(settings, name) for name in names]
     words = [f"{name}={value}" for name, value in zip(names, values)]
-    given = {name: value for name, value in sorted(settings.env.items()) if not name.startswith(TRANSPORT)}
-    words += [f"env.{name}={value if _PLAIN.fullmatch(value) else json.dumps(value)}" for name, value in given.items()]
+    given = {
+        name: value
+        for name, value in sorted(settings.env.items())
+        if not name.startswith(TRANSPORT)
+    }
+    words += [
+        f"env.{name}={value if _PLAIN.fullmatch(value) else json.dumps(value)}"
+        for name, value in given.items()
+    ]
     for group, changes in sorted(patches.items()):
         words += [f"{group}.{'.'.join(keys)}={json.dumps(value)}" for keys, value in changes]
     return tuple(words)
@@ -160,11 +202,17 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
             choices = case.flags[name].choices
             for value in values:
                 if choices is not None and value not in choices:
-                    raise unknown(f"value of flags.{name}", as_yaml(value), map(as_yaml, choices), f"case {case.slug}")
+                    raise unknown(
+                        f"value of flags.{name}",
+                        as_yaml(value),
+                        map(as_yaml, choices),
+                        f"case {case.slug}",
+                    )
 
 
 def variants_of(case: Case, requested: list[str] | None) -> list[str]:
-    """Return the variants to run; always with the unfixed variant, without which a fix proves nothing."""
+    """Return the variants to run; always with the unfixed variant, without which a fix proves
+    nothing."""
     if not requested:
         return list(case.variants)
     first = next(iter(case.variants))
@@ -196,21 +244,29 @@ def place(
 
 
 def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | None:
-    """Return why the cell's first variant, without which the others prove nothing, cannot run on the profile."""
+    """Return why the cell's first variant, without which the others prove nothing, cannot run on
+    the profile."""
     case = catalogue.cases[cell.case]
     variant = next(iter(case.variants.values()))
     ranks = variant.world_size or cell.ranks
     devices = 1 if profile.shared else first(variant.devices, case.launch.devices, ranks)
     strategy = catalogue.strategies[variant.strategy or cell.strategy]
-    if "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys():  # the stack's releases are not known here
-        return f"strategy {strategy.slug} shares a GPU with some releases only: name hardware={profile.name}"
-    return next((skip.reason for skip in wrong_hardware(case, strategy, devices, ranks, profile)), None)
+    if (
+        "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys()
+    ):  # the stack's releases are not known here
+        return (
+            f"strategy {strategy.slug} shares a GPU with some releases only: name"
+            f" hardware={profile.name}"
+        )
+    return next(
+        (skip.reason for skip in wrong_hardware(case, strategy, devices, ranks, profile)), None
+    )
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Why a variant is not launched. ``reason``: for people. ``needs``: what would have to be there, as declared
-    (``torch>=2.4``, ``2 GPUs``)."""
+    """Why a variant is not launched. ``reason``: for people. ``needs``: what would have to be
+    there, as declared (``torch>=2.4``, ``2 GPUs``)."""
 
     kind: SkipKind
     reason: str
@@ -223,7 +279,8 @@ class Skip:
 def unsuitable(
     case: Case, strategy: Strategy, settings: Mapping[str, Any], ranks: int, profile: Profile
 ) -> Iterator[Skip]:
-    """Yield each reason why a variant with these settings measures nothing, whatever the stack has."""
+    """Yield each reason why a variant with these settings measures nothing, whatever the stack
+    has."""
     if ranks < case.min_ranks:
         yield Skip("ranks", f"needs at least {counted(case.min_ranks, 'rank')}; ranks={ranks}")
     elif ranks != case.launch.world_size and not case.supports_other_world_sizes:
@@ -234,20 +291,34 @@ def unsuitable(
     yield from wrong_hardware(case, strategy, settings["devices"], size, profile)
     for name, flag in case.flags.items():
         value = settings["flags"].get(name)
-        if flag.strategies and strategy.slug not in flag.strategies and value not in (flag.default, flag.full):
+        if (
+            flag.strategies
+            and strategy.slug not in flag.strategies
+            and value not in (flag.default, flag.full)
+        ):
             others = ", ".join(flag.strategies)
-            yield Skip("flags", f"flags.{name}={as_yaml(value)} is for {others}; the strategy is {strategy.slug}")
+            yield Skip(
+                "flags",
+                f"flags.{name}={as_yaml(value)} is for {others}; the strategy is {strategy.slug}",
+            )
     for key in strategy.must_divide if case.requires.divisible else ():
         if config.get(key, 0) % size:
             name = key.removeprefix("num_").replace("_", " ")
-            yield Skip("divisible", f"{config[key]} {name} do not divide over {counted(size, 'rank')}")
+            yield Skip(
+                "divisible", f"{config[key]} {name} do not divide over {counted(size, 'rank')}"
+            )
 
 
-def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, profile: Profile) -> Iterator[Skip]:
+def wrong_hardware(
+    case: Case, strategy: Strategy, devices: int, ranks: int, profile: Profile
+) -> Iterator[Skip]:
     """Yield each reason why a variant with these devices and ranks cannot run on this hardware."""
     on_gpus, required = profile.accelerator == "cuda", case.requires.gpus
     if on_gpus and case.accelerator == "cpu":
-        yield Skip("accelerator", f"runs on the CPU only (accelerator: cpu); hardware {profile.name} is for GPUs")
+        yield Skip(
+            "accelerator",
+            f"runs on the CPU only (accelerator: cpu); hardware {profile.name} is for GPUs",
+        )
     needed = max(required, devices if on_gpus else 0)
     if needed > len(profile.gpus) or (required and profile.shared):
         why = f" ({case.requires.reason})" if case.requires.reason and needed == required else ""
@@ -255,9 +326,13 @@ def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, pro
         yield Skip("gpus", f"needs {counted(needed, 'GPU')}; {have}", (f"{needed} GPUs",))
     if profile.shared and case.requires.requires_default_compute_mode:
         yield Skip("shared", "its ranks compute on each other's GPUs, and they share one")
-    if "shared_gpu" in profile.kinds and not (case.allow_gpu_sharing and strategy.allow_gpu_sharing):
+    if "shared_gpu" in profile.kinds and not (
+        case.allow_gpu_sharing and strategy.allow_gpu_sharing
+    ):
         subject = "the case" if not case.allow_gpu_sharing else f"strategy {strategy.slug}"
-        yield Skip("shared", f"ranks that share one GPU: {subject} does not declare `allow_gpu_sharing`")
+        yield Skip(
+            "shared", f"ranks that share one GPU: {subject} does not declare `allow_gpu_sharing`"
+        )
     exclusive = next((gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")), None)
     if case.requires.requires_default_compute_mode and ranks > 1 and exclusive:
         mode = f"GPU {exclusive.index} is in {exclusive.mode} mode (nvidia-smi -c 0)"

@@ -1,12 +1,14 @@
-"""What each rank needs in memory, from a model's facts and a strategy; what cannot fit; how long it takes. Pure.
+"""What each rank needs in memory, from a model's facts and a strategy; what cannot fit; how long it
+takes. Pure.
 
-A phase is a moment of an attempt; its parts are what is in memory then, in bytes; docs/guides/full-size.md compares
-the sums with measured peaks. The parts:
+A phase is a moment of an attempt; its parts are what is in memory then, in bytes;
+docs/guides/full-size.md compares the sums with measured peaks. The parts:
 
 base         the interpreter, torch and the other packages; on a GPU, its context
 weights      the parameters a rank holds: all of them, or its shard
 gradients    of the trainable ones, all or its shard
-optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps float32 copies of its shard)
+optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps float32 copies of its
+shard)
 buckets      where reductions are gathered: DDP's are as large as the gradients
 units        parameters that are whole for a moment: the layers at work under FSDP and ZeRO-3
 compared     what is gathered for the comparison with the reference
@@ -29,19 +31,26 @@ from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 from repro_matrix.text import counted
 
 MIB, GIB = 2**20, 2**30
-# Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
+# Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on
+# the host.
 CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
-TINY = GIB  # of a rank with a tiny model, beyond its context: a few MiB of weights, and the libraries' workspaces
-# A rank before its model: 250 (torch alone) to 380 MiB (transformers, accelerate and peft), and 55 for its connections.
+# of a rank with a tiny model, beyond its context: a few MiB of weights, and the libraries'
+# workspaces
+TINY = GIB
+# A rank before its model: 250 (torch alone) to 380 MiB (transformers, accelerate and peft), and 55
+# for its connections.
 BASE = 435 * MIB
-# DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
-# (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
+# DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put
+# together (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
 OPTIMIZER = {"zero2": 10, "zero3": 12}
 SEQUENCES, LENGTH = 2, 16  # in one rank's batch (repros/repro_kit/models.py), and their tokens
-COMPARED_MB = 64 * MIB  # float32 chunks of a tensor while it is compared (repros/repro_kit/norms.py)
+COMPARED_MB = (
+    64 * MIB
+)  # float32 chunks of a tensor while it is compared (repros/repro_kit/norms.py)
 
-# Where a single process computes the reference, the first that fits: its two runs (repro_kit/reference_checks.py) each
-# on a device, side by side on the host, one after the other, or so with the weights on disk, a module's at a time.
+# Where a single process computes the reference, the first that fits: its two runs
+# (repro_kit/reference_checks.py) each on a device, side by side on the host, one after the other,
+# or so with the weights on disk, a module's at a time.
 REFERENCES = ("device", "host", "turns", "layers")
 ONCE = ("turns", "layers")  # on one rank at a time, not on two
 
@@ -56,7 +65,8 @@ GPU_DEADLINE_S = 3600.0  # no deadline that is planned for GPUs is longer, nor t
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and ``token``: bytes."""
+    """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and
+    ``token``: bytes."""
 
     parameters: int
     trainable: int
@@ -71,8 +81,11 @@ class ModelSizes:
     token: int  # what each token of a batch adds to the activations
 
     def activation_bytes(self, sequences: int) -> int:
-        """Return the bytes that the backward needs. A tied embedding has two gradients before they are added."""
-        return max(sequences * LENGTH * self.token, 2 * self.bytes * self.largest if self.tied else 0)
+        """Return the bytes that the backward needs. A tied embedding has two gradients before they
+        are added."""
+        return max(
+            sequences * LENGTH * self.token, 2 * self.bytes * self.largest if self.tied else 0
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Phase:
-    """``parts``: bytes of the fullest rank. Of them ``reference`` is on ``runs`` ranks of the node only."""
+    """``parts``: bytes of the fullest rank. Of them ``reference`` is on ``runs`` ranks of the node
+    only."""
 
     name: str
     parts: Mapping[str, int]
@@ -111,8 +125,12 @@ class Phase:
         return ranks * self.rank() - (ranks - self.runs) * self.parts.get("reference", 0)
 
     def describe(self) -> str:
-        """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), largest first, without parts of less than 1 %."""
-        shown = sorted(((size, name) for name, size in self.parts.items() if size * 100 >= self.rank()), reverse=True)
+        """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), largest first, without parts of
+        less than 1 %."""
+        shown = sorted(
+            ((size, name) for name, size in self.parts.items() if size * 100 >= self.rank()),
+            reverse=True,
+        )
         return ", ".join(f"{name} {size / GIB:.2f}" for size, name in shown)
 
 
@@ -136,7 +154,11 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, float]:
         """The peaks in MiB."""
-        sizes = {"host_rank_mb": self.host_rank, "host_node_mb": self.host_node, "device_rank_mb": self.device_rank}
+        sizes = {
+            "host_rank_mb": self.host_rank,
+            "host_node_mb": self.host_node,
+            "device_rank_mb": self.device_rank,
+        }
         return {name: round(size / MIB, 1) for name, size in sizes.items() if size}
 
 
@@ -146,28 +168,50 @@ def fullest(phases: Iterable[Phase]) -> Phase:
 
 def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     """Return what one attempt needs."""
-    whole, held, buffers = facts.bytes * facts.parameters, weights_held(facts, layout), facts.buffers
+    whole, held, buffers = (
+        facts.bytes * facts.parameters,
+        weights_held(facts, layout),
+        facts.buffers,
+    )
     base = {"base": BASE, "copies": layout.copies * whole}
-    reference = Phase("reference", _reference(facts, layout), min(1 if layout.reference in ONCE else 2, layout.ranks))
+    reference = Phase(
+        "reference",
+        _reference(facts, layout),
+        min(1 if layout.reference in ONCE else 2, layout.ranks),
+    )
     optimizer = OPTIMIZER.get(layout.strategy, 0) * -(-facts.trainable // layout.ranks)
     compared = facts.bytes * (max(facts.layer, facts.root) + 2 * facts.largest) + COMPARED_MB
-    parts = {"weights": held + buffers, "optimizer": optimizer, "units": _whole_at_once(facts, layout)}
+    parts = {
+        "weights": held + buffers,
+        "optimizer": optimizer,
+        "units": _whole_at_once(facts, layout),
+    }
     parts["activations"] = facts.activation_bytes(SEQUENCES)
     work = [Phase("forward", parts)]
     if layout.trains:  # and compared part by part afterwards, counted as at once
         trained = facts.bytes * facts.trainable
-        parts["gradients"] = trained // layout.ranks if layout.strategy == "zero2" else trained * held // whole
+        parts["gradients"] = (
+            trained // layout.ranks if layout.strategy == "zero2" else trained * held // whole
+        )
         parts["buckets"] = trained if layout.strategy == "ddp" and layout.ranks > 1 else 0
         work = [Phase("training", {**parts, "compared": compared})]
     if layout.copies:  # the script builds the model whole before it is sharded
         work.append(Phase("drawing", {"weights": whole}))
-    if layout.trains and layout.loads:  # into a second model; where every rank holds the whole one, from a whole file
+    if (
+        layout.trains and layout.loads
+    ):  # into a second model; where every rank holds the whole one, from a whole file
         file = whole if layout.strategy in ("ddp", "zero2") else compared
-        work.append(Phase("loading", {"weights": 2 * (held + buffers), "optimizer": optimizer, "units": file}))
+        work.append(
+            Phase(
+                "loading", {"weights": 2 * (held + buffers), "optimizer": optimizer, "units": file}
+            )
+        )
     if layout.place == "cpu":
         return MemoryPlan(layout.ranks, _beside(base, [reference, *work]), ())
     base["base"] += CUDA_HOST
-    host = [Phase("comparing", {"compared": 2 * facts.bytes * facts.largest})]  # a tensor from the device, and a copy
+    host = [
+        Phase("comparing", {"compared": 2 * facts.bytes * facts.largest})
+    ]  # a tensor from the device, and a copy
     (work if layout.reference in ("device", "layers") else host).append(reference)
     return MemoryPlan(layout.ranks, _beside(base, host), _beside({"base": CONTEXT}, work))
 
@@ -183,9 +227,9 @@ def weights_held(facts: ModelSizes, layout: Layout) -> int:
 
 
 def _whole_at_once(facts: ModelSizes, layout: Layout) -> int:
-    """FSDP: the root unit stays whole from its forward to the end of the backward, and has its gradient; so have the
-    layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter. ZeRO-2: the gradients that
-    wait for their reduction."""
+    """FSDP: the root unit stays whole from its forward to the end of the backward, and has its
+    gradient; so have the layer at work and, without its gradient, the next one. ZeRO-3: parameter
+    by parameter. ZeRO-2: the gradients that wait for their reduction."""
     trained = facts.trainable / facts.parameters if layout.trains else 0
     if layout.strategy == "zero2":
         return facts.bytes * round(facts.largest * trained)
@@ -197,8 +241,9 @@ def _whole_at_once(facts: ModelSizes, layout: Layout) -> int:
 
 
 def _reference(facts: ModelSizes, layout: Layout) -> dict[str, int]:
-    """Return what the single process needs: everything whole, on all ranks' batches. Each gradient is used as it is
-    made. With ``layers`` its weights are on disk, and read one parameter at a time."""
+    """Return what the single process needs: everything whole, on all ranks' batches. Each gradient
+    is used as it is made. With ``layers`` its weights are on disk, and read one parameter at a
+    time."""
     if layout.reference == "none":
         return {}
     sequences = SEQUENCES * (1 if layout.strategy == "tp" else layout.ranks)
@@ -209,9 +254,14 @@ def _reference(facts: ModelSizes, layout: Layout) -> dict[str, int]:
     return {"reference": facts.bytes * weights + facts.buffers + moment}
 
 
-def choose_reference(facts: ModelSizes, layout: Layout, profile: Profile, machine: Machine) -> tuple[MemoryPlan, str]:
-    """Return the plan with the reference where it fits first, or where it needs least; and which that is."""
-    places = REFERENCES[0 if layout.place == "cuda" else 1 :] if layout.reference != "none" else ["none"]
+def choose_reference(
+    facts: ModelSizes, layout: Layout, profile: Profile, machine: Machine
+) -> tuple[MemoryPlan, str]:
+    """Return the plan with the reference where it fits first, or where it needs least; and which
+    that is."""
+    places = (
+        REFERENCES[0 if layout.place == "cuda" else 1 :] if layout.reference != "none" else ["none"]
+    )
     for reference in places:
         found = plan(facts, replace(layout, reference=reference))
         if too_much(found, profile, machine) is None:
@@ -228,20 +278,31 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
             full = fullest(need.device)
             have = f"{smallest.name} has {smallest.memory_mb / 1024:.0f}"
             have += f" for {counted(sharing, 'rank')}" if sharing > 1 else ""
-            return f"needs {need.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()}); {have}"
-    free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # other processes use the rest
+            return (
+                f"needs {need.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()});"
+                f" {have}"
+            )
+    free = (
+        machine.memory_gb if machine.free_gb is None else machine.free_gb
+    )  # other processes use the rest
     if need.host_node > free * GIB:
         full = max(need.host, key=lambda phase: phase.node(need.ranks))
         have = "" if machine.free_gb is None else f", of which {free:.4g} are free"
         most = f"most while {full.name}: {full.describe()}"
-        needed = f"needs {need.host_node / GIB:.1f} GiB on the host for {counted(need.ranks, 'rank')} ({most})"
+        needed = (
+            f"needs {need.host_node / GIB:.1f} GiB on the host for {counted(need.ranks, 'rank')}"
+            f" ({most})"
+        )
         return f"{needed}; this machine has {machine.memory_gb:.4g}{have}"
     return None
 
 
 def expected_seconds(facts: ModelSizes, layout: Layout, cores: int) -> float:
-    """Return roughly how long one attempt at full size takes on an idle machine: in proportion to the model."""
-    work = max(1.0, layout.ranks / max(cores, 1)) + layout.ranks / 2 * SLOWER.get(layout.reference, 1)
+    """Return roughly how long one attempt at full size takes on an idle machine: in proportion to
+    the model."""
+    work = max(1.0, layout.ranks / max(cores, 1)) + layout.ranks / 2 * SLOWER.get(
+        layout.reference, 1
+    )
     return START_S + facts.parameters * SECONDS[layout.place] * work
 
 
@@ -252,20 +313,23 @@ def add_memory(
     look_up: Callable[[VariantPlan], ModelSizes | None],
     deadline: float | None = None,
 ) -> CellPlan:
-    """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them where the first one
-    cannot. ``look_up``: a variant's model facts; None: unknown, nothing is planned. ``deadline``: the user's
-    own, which is not capped."""
+    """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them
+    where the first one cannot. ``look_up``: a variant's model facts; None: unknown, nothing is
+    planned. ``deadline``: the user's own, which is not capped."""
     variants = []
     for variant in cell.variants:
         facts = None if variant.skipped else look_up(variant)
         planned = _with_memory(variant, facts, case, cell.profile, machine) if facts else variant
         limit = deadline or min(planned.deadline, GPU_DEADLINE_S if planned.gpus else math.inf)
-        variants.append(replace(planned, deadline=limit, share_mb=_share_mb(planned, case, cell.profile)))
+        variants.append(
+            replace(planned, deadline=limit, share_mb=_share_mb(planned, case, cell.profile))
+        )
     return replace(cell, variants=skip_with_first(variants))
 
 
 def _share_mb(variant: VariantPlan, case: Case, profile: Profile) -> int:
-    """Return the MiB of a GPU that all ranks of an attempt need, where ranks share one; 0: unknown."""
+    """Return the MiB of a GPU that all ranks of an attempt need, where ranks share one; 0:
+    unknown."""
     known = variant.memory.device_rank if variant.memory else CONTEXT + TINY
     guess = variant.settings["model"]["scale"] == "tiny" and not isinstance(case, AdhocCase)
     usable = profile.shared and (variant.memory is not None or guess)
@@ -292,6 +356,8 @@ def _with_memory(
     if variant.settings["model"]["scale"] != "full":
         return planned
     seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)
-    settings = variant.settings if case.reference_models else {**variant.settings, "reference": reference}
+    settings = (
+        variant.settings if case.reference_models else {**variant.settings, "reference": reference}
+    )
     deadline = max(variant.deadline, DEADLINE_FACTOR[layout.place] * seconds)
     return replace(planned, expected_s=seconds, settings=settings, deadline=deadline)

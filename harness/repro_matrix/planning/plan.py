@@ -1,4 +1,5 @@
-"""Cells -> what is launched, and what is skipped with which reason; the cells of one shard. Pure."""
+"""Cells -> what is launched, and what is skipped with which reason; the cells of one shard.
+Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class VariantPlan:
     skip: Skip | None
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known
-    share_mb: int = 0  # of a GPU on which other attempts may run at the same time; 0: it needs its GPUs alone
+    share_mb: int = (
+        0  # of a GPU on which other attempts may run at the same time; 0: it needs its GPUs alone
+    )
     expected_s: float | None = None  # how long it takes at full size, roughly
     code: str = ""  # what its ranks execute, hashed when it was planned
 
@@ -59,14 +62,14 @@ class CellPlan:
     cell: Cell
     profile: Profile
     variants: tuple[VariantPlan, ...]
-    # Fingerprints of the variants that were not requested, as they would be launched now (of those whose stack is
-    # there): their recorded attempts stay only while they are current.
+    # Fingerprints of the variants that were not requested, as they would be launched now (of those
+    # whose stack is there): their recorded attempts stay only while they are current.
     unasked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def skipped(self) -> str | None:
-        """The reason when nothing of the cell runs: that of its first variant, without which the rest proves
-        nothing."""
+        """The reason when nothing of the cell runs: that of its first variant, without which the
+        rest proves nothing."""
         return self.variants[0].skipped
 
 
@@ -74,7 +77,8 @@ class CellPlan:
 class Planner:
     """Plans all cells of a run.
 
-    ``profiles``: by ``Cell.hardware``. ``stacks``: name -> the stack, or the reason why it is not available. ``code``:
+    ``profiles``: by ``Cell.hardware``. ``stacks``: name -> the stack, or the reason why it is not
+    available. ``code``:
     case -> hash of its script and the kit.
     """
 
@@ -93,17 +97,28 @@ class Planner:
         memory = self.machine.memory_gb
         if cell.ranks * MEMORY_PER_RANK_GB > memory:
             fits = int(memory / MEMORY_PER_RANK_GB)
-            raise ConfigError(f"ranks={cell.ranks}: this machine's {memory:.4g} GiB hold at most {fits}")
+            raise ConfigError(
+                f"ranks={cell.ranks}: this machine's {memory:.4g} GiB hold at most {fits}"
+            )
         case = self.catalogue.cases[cell.case]
         plans = {name: self._variant(cell, case, name) for name in case.variants}
         requested = [plans.pop(name) for name in variants_of(case, self.settings.variants)]
-        variants = [requested[0], *(_unless_equal(variant, requested[0], case) for variant in requested[1:])]
+        variants = [
+            requested[0],
+            *(_unless_equal(variant, requested[0], case) for variant in requested[1:]),
+        ]
         there = {name for name, stack in self.stacks.items() if not isinstance(stack, str)}
-        unasked = {name: variant.fingerprint for name, variant in plans.items() if variant.stack in there}
+        unasked = {
+            name: variant.fingerprint for name, variant in plans.items() if variant.stack in there
+        }
         return CellPlan(cell, self.profiles[cell.hardware], skip_with_first(variants), unasked)
 
     def _variant(self, cell: Cell, case: Case, variant: str) -> VariantPlan:
-        raw, profile, run = self.catalogue.raw["case"][cell.case], self.profiles[cell.hardware], self.settings
+        raw, profile, run = (
+            self.catalogue.raw["case"][cell.case],
+            self.profiles[cell.hardware],
+            self.settings,
+        )
         model = variant_axis(raw, variant, "model", cell.model)
         strategy = variant_axis(raw, variant, "strategy", cell.strategy)
         spec = case.variants[variant]
@@ -147,7 +162,12 @@ class Planner:
         )
 
     def _skip(
-        self, cell: Cell, case: Case, variant: Variant, settings: Mapping[str, Any], stack: Stack | str
+        self,
+        cell: Cell,
+        case: Case,
+        variant: Variant,
+        settings: Mapping[str, Any],
+        stack: Stack | str,
     ) -> Skip | None:
         """Return why this variant cannot run here by its declared needs, or None."""
         profile = self.profiles[cell.hardware]
@@ -165,13 +185,18 @@ class Planner:
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
         failed = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
-        broken = {name: f"{name}, which does not import with a GPU visible: {error}" for name, error in failed.items()}
+        broken = {
+            name: f"{name}, which does not import with a GPU visible: {error}"
+            for name, error in failed.items()
+        }
         versions = {name: version for name, version in stack.versions.items() if name not in broken}
         missing = {**stack.missing, **broken}
         unmet = {item: text for item in needed if (text := unmet_requirement(item, versions))}
         if not unmet:
             return None
-        unusable = {item: missing[name] for item in unmet if (name := Requirement(item).name) in missing}
+        unusable = {
+            item: missing[name] for item in unmet if (name := Requirement(item).name) in missing
+        }
         reasons = ", ".join(dict.fromkeys((unmet | unusable).values()))
         other = case.requires.stack if case.requires.stack != stack.name else None
         why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
@@ -180,9 +205,17 @@ class Planner:
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
 
 
-def needs(case: Case, variant: Variant, model: Model, strategy: Strategy, kinds: Sequence[str]) -> list[str]:
-    """Return the packages that a variant declares, with its model and its strategy, on hardware of these kinds."""
-    return [*case.requires.packages, *variant.needs_on(*kinds), *model.requires, *strategy.needs_on(*kinds)]
+def needs(
+    case: Case, variant: Variant, model: Model, strategy: Strategy, kinds: Sequence[str]
+) -> list[str]:
+    """Return the packages that a variant declares, with its model and its strategy, on hardware of
+    these kinds."""
+    return [
+        *case.requires.packages,
+        *variant.needs_on(*kinds),
+        *model.requires,
+        *strategy.needs_on(*kinds),
+    ]
 
 
 def no_torch(stack: Stack) -> str:
@@ -192,7 +225,8 @@ def no_torch(stack: Stack) -> str:
 
 
 def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:
-    """Skip all variants where the first one is skipped: without the unfixed variant a fix proves nothing."""
+    """Skip all variants where the first one is skipped: without the unfixed variant a fix proves
+    nothing."""
     first = variants[0].skip
     return tuple(variant if variant.skip else replace(variant, skip=first) for variant in variants)
 
@@ -202,29 +236,41 @@ def newer_release(stack: str) -> str:
 
 
 def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> VariantPlan:
-    """Skip a variant that the selection makes equal to the unfixed one (`four-ranks` with ranks=4): it proves
-    nothing."""
-    equal = {**variant.settings, "variant": unfixed.variant} == unfixed.settings and variant.stack == unfixed.stack
+    """Skip a variant that the selection makes equal to the unfixed one (`four-ranks` with ranks=4):
+    it proves nothing."""
+    equal = {
+        **variant.settings,
+        "variant": unfixed.variant,
+    } == unfixed.settings and variant.stack == unfixed.stack
     if variant.skip or unfixed.skip or not equal or case.variants[variant.variant].env:
         return variant
-    reason = f"the same as {unfixed.variant} on stack {unfixed.stack} with {counted(unfixed.world_size, 'rank')}"
+    reason = (
+        f"the same as {unfixed.variant} on stack {unfixed.stack} with"
+        f" {counted(unfixed.world_size, 'rank')}"
+    )
     if case.variants[variant.variant].stack:
         reason = newer_release(unfixed.stack)
     return replace(variant, skip=Skip("same", reason))
 
 
-def fingerprint(settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile) -> str:
-    """Hash what a variant's result depends on: a recorded attempt with the same fingerprint need not run again."""
+def fingerprint(
+    settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile
+) -> str:
+    """Hash what a variant's result depends on: a recorded attempt with the same fingerprint need
+    not run again."""
     gpus = [gpu.name for gpu in profile.gpus]
-    text = json.dumps([settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True)
+    text = json.dumps(
+        [settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # -- shards: one selection over several machines (``shard=2/8``)
 #
-# Every machine computes the same shards independently of the others: from the selection and from durations that the
-# commit itself holds (the published baseline), never from what a machine has measured. The longest cell goes to the
-# shard that has least so far (Graham 1969), so that no shard is longer than the shortest by more than its longest cell.
+# Every machine computes the same shards independently of the others: from the selection and from
+# durations that the commit itself holds (the published baseline), never from what a machine has
+# measured. The longest cell goes to the shard that has least so far (Graham 1969), so that no shard
+# is longer than the shortest by more than its longest cell.
 
 Shard = tuple[int, int]  # its number, from 1, and how many there are
 
@@ -241,13 +287,18 @@ def parse_shard(text: str | None) -> Shard | None:
 
 
 def select_shard(cells: Sequence[Cell], shard: Shard, seconds: Mapping[Cell, float]) -> list[Cell]:
-    """Return this shard's cells, in their order. Raises ConfigError where there are more shards than cells."""
+    """Return this shard's cells, in their order. Raises ConfigError where there are more shards
+    than cells."""
     number, count = shard
     if count > len(cells):
-        raise ConfigError(f"shard={number}/{count}: the selection has only {len(cells)} cells. Use fewer shards.")
+        raise ConfigError(
+            f"shard={number}/{count}: the selection has only {len(cells)} cells. Use fewer shards."
+        )
     loads = [0.0] * count
     selected = set()
-    for cell in sorted(cells, key=lambda cell: (-seconds[cell], cell.key, cell.stack, cell.hardware)):
+    for cell in sorted(
+        cells, key=lambda cell: (-seconds[cell], cell.key, cell.stack, cell.hardware)
+    ):
         least = loads.index(min(loads))
         loads[least] += seconds[cell]
         if least == number - 1:

@@ -1,1 +1,2 @@
-"""The stored types, one definition each: attempts, outcomes, documents; validation and JSON Schema. Pure."""
+"""The stored types, one definition each: attempts, outcomes, documents; validation and JSON Schema.
+Pure."""

@@ -1,7 +1,9 @@
-"""The types of what one attempt left: how it was launched, how each rank ended, and each rank's own record. Pure.
+"""The types of what one attempt left: how it was launched, how each rank ended, and each rank's own
+record. Pure.
 
-Records are written by repros/repro_kit/record.py, observations by launch/observe.py (docs/concepts/evidence.md). Keys
-that are not named here are kept. The graders check the values in a record (a NaN, a contradiction).
+Records are written by repros/repro_kit/record.py, observations by launch/observe.py
+(docs/concepts/evidence.md). Keys that are not named here are kept. The graders check the values in
+a record (a NaN, a contradiction).
 """
 
 from __future__ import annotations
@@ -12,11 +14,28 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import NotRequired, TypedDict
 
 InfraErrorKind = Literal[
-    "launch", "port", "disk", "memory", "import", "device", "gpu_failure", "gpu_or_program", "not_enough_gpus",
-    "launcher_died", "script_error", "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
-]  # fmt: skip
-STARTING = frozenset({"start", "init_process_group"})  # phases of a rank (repros/repro_kit/run.py) before its body
-FailureKind = Literal["exception", "signal", "exit", "left"]  # left: exit code 0, without the done marker
+    "launch",
+    "port",
+    "disk",
+    "memory",
+    "import",
+    "device",
+    "gpu_failure",
+    "gpu_or_program",
+    "not_enough_gpus",
+    "launcher_died",
+    "script_error",
+    "timeout_while_progressing",
+    "startup_timeout",
+    "missing_check",
+    "unknown",
+]
+STARTING = frozenset(
+    {"start", "init_process_group"}
+)  # phases of a rank (repros/repro_kit/run.py) before its body
+FailureKind = Literal[
+    "exception", "signal", "exit", "left"
+]  # left: exit code 0, without the done marker
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -29,7 +48,8 @@ open_ended = with_config(ConfigDict(extra="ignore", strict=True))
 
 
 class Frame(TypedDict):
-    """``code_location``: the module that the code is (repro_kit/code_location.py); a frame from a log has none."""
+    """``code_location``: the module that the code is (repro_kit/code_location.py); a frame from a
+    log has none."""
 
     file: str
     line: int | None
@@ -40,7 +60,8 @@ class Frame(TypedDict):
 
 
 class Exception_(TypedDict):
-    """``frames``: outermost first. ``error_code``: an accelerator's own (cudaError_t), where torch gives it."""
+    """``frames``: outermost first. ``error_code``: an accelerator's own (cudaError_t), where torch
+    gives it."""
 
     type: str
     module: NotRequired[str]
@@ -76,7 +97,8 @@ class Effect(TypedDict):
 
 
 class Warning_(TypedDict):
-    """``code_location``: of the caller of warnings.warn; ``file`` is the one that the warning blames."""
+    """``code_location``: of the caller of warnings.warn; ``file`` is the one that the warning
+    blames."""
 
     category: str
     message: str
@@ -107,7 +129,8 @@ class Read(TypedDict):
 
 
 class Collective(TypedDict):
-    """One collective of torch's flight recorder. ``frames``: (file, function) of its call, innermost first."""
+    """One collective of torch's flight recorder. ``frames``: (file, function) of its call,
+    innermost first."""
 
     group: str
     sequence: int | None
@@ -118,7 +141,8 @@ class Collective(TypedDict):
 
 
 class Collectives(TypedDict):
-    """What a rank's monitor reports (repros/repro_kit/rank_monitor.py); null: nothing was recorded."""
+    """What a rank's monitor reports (repros/repro_kit/rank_monitor.py); null: nothing was
+    recorded."""
 
     groups: dict[str, list[int]]
     collectives: list[Collective] | None
@@ -135,7 +159,9 @@ class Record(TypedDict):
     started: NotRequired[float]
     ended: NotRequired[float | None]
     phase: str
-    device: NotRequired[str]  # the GPU on which it began its body: torch's name, and NVML's (null: unknown)
+    device: NotRequired[
+        str
+    ]  # the GPU on which it began its body: torch's name, and NVML's (null: unknown)
     gpu_uuid: NotRequired[str | None]
     done: bool
     done_at: NotRequired[float | None]
@@ -163,7 +189,8 @@ class Record(TypedDict):
 
 
 class Sample(TypedDict):
-    """The state of a rank at one moment (launch/sampling.py); of an ended one only the first two keys."""
+    """The state of a rank at one moment (launch/sampling.py); of an ended one only the first two
+    keys."""
 
     time_s: float
     ended: bool
@@ -178,7 +205,8 @@ class Sample(TypedDict):
 
 
 class Rank(TypedDict):
-    """``record``: null where the rank wrote none; ``validation_error``: why what it wrote is no record."""
+    """``record``: null where the rank wrote none; ``validation_error``: why what it wrote is no
+    record."""
 
     rank: Count
     pid: NotRequired[int | None]
@@ -197,7 +225,8 @@ class Rank(TypedDict):
 
 
 class Hang(TypedDict):
-    """Why the launcher ended an attempt that did not end by itself. ``starting``: a rank had not begun its script."""
+    """Why the launcher ended an attempt that did not end by itself. ``starting``: a rank had not
+    begun its script."""
 
     starting: bool
     deadlock: str | None
@@ -238,7 +267,8 @@ class InfraError(TypedDict):
 
 
 class Attempt(TypedDict):
-    """One launch. ``versions``: the releases that it was planned with. ``cold_start_reason``: why it was not forked.
+    """One launch. ``versions``: the releases that it was planned with. ``cold_start_reason``: why
+    it was not forked.
 
     ``retry_of``: the infrastructure error of the attempt that this one repeats.
     """
@@ -276,7 +306,8 @@ class Trace(TypedDict):
 
 
 class Line(TypedDict):
-    """A line of a log that a user's failure definition looks for. ``rank`` -1: the launcher's log."""
+    """A line of a log that a user's failure definition looks for. ``rank`` -1: the launcher's
+    log."""
 
     rank: Annotated[int, Field(ge=-1)]
     line: str
@@ -284,7 +315,8 @@ class Line(TypedDict):
 
 
 class Printed(TypedDict):
-    """What the logs of a user's script hold. ``by_rank``: the last value of each rank; ``cut``: a log was too long."""
+    """What the logs of a user's script hold. ``by_rank``: the last value of each rank; ``cut``: a
+    log was too long."""
 
     log: list[Line]
     metric: list[Line]
@@ -294,9 +326,11 @@ class Printed(TypedDict):
 
 @open_ended
 class Observation(TypedDict):
-    """Everything that an attempt left. ``printed``, ``command_exit`` and ``trace``: of a user's script only.
+    """Everything that an attempt left. ``printed``, ``command_exit`` and ``trace``: of a user's
+    script only.
 
-    ``place``: where a training whose check failed begins to differ from the single process, found by a repetition with
+    ``place``: where a training whose check failed begins to differ from the single process, found
+    by a repetition with
     a trace (repro_matrix.traces.Location, with its ``sentence``).
     """
 

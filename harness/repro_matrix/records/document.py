@@ -1,8 +1,11 @@
-"""A cell's document: its types, the name under which it is stored, its validation and its JSON Schema. Pure.
+"""A cell's document: its types, the name under which it is stored, its validation and its JSON
+Schema. Pure.
 
-The values that travel are plain JSON: these are ``TypedDict``s, so that mypy checks the keys and nothing is converted.
-What comes from outside is validated once: stored documents where they are read, a rank's record where it arrives.
-``python -m repro_matrix.records.document`` (``make schema``) writes results/schema/cell-v1.schema.json.
+The values that travel are plain JSON: these are ``TypedDict``s, so that mypy checks the keys and
+nothing is converted. What comes from outside is validated once: stored documents where they are
+read, a rank's record where it arrives.
+``python -m repro_matrix.records.document`` (``make schema``) writes
+results/schema/cell-v1.schema.json.
 """
 
 from __future__ import annotations
@@ -20,13 +23,26 @@ from repro_matrix.records.attempt import Observation, Record, Settings, closed
 from repro_matrix.records.outcome import StoredOutcome, StoredVerdict, Text, adapter
 
 Accelerator = Literal["cpu", "cuda"]
-# Why a variant is not launched: the number of ranks or GPUs, the accelerator, GPUs that are shared or in a special
-# mode, a flag's value, an uneven division, a missing stack or package, an extension that cannot be built, memory,
-# weights, an equal variant.
+# Why a variant is not launched: the number of ranks or GPUs, the accelerator, GPUs that are shared
+# or in a special mode, a flag's value, an uneven division, a missing stack or package, an extension
+# that cannot be built, memory, weights, an equal variant.
 SkipKind = Literal[
-    "ranks", "tp_size", "gpus", "accelerator", "shared", "gpu_mode", "flags", "divisible", "stack", "packages", "build",
-    "memory", "weights", "same", "unknown",
-]  # fmt: skip
+    "ranks",
+    "tp_size",
+    "gpus",
+    "accelerator",
+    "shared",
+    "gpu_mode",
+    "flags",
+    "divisible",
+    "stack",
+    "packages",
+    "build",
+    "memory",
+    "weights",
+    "same",
+    "unknown",
+]
 
 
 class Made(TypedDict):
@@ -37,14 +53,16 @@ class Made(TypedDict):
 
 
 class Skip(TypedDict):
-    """Why a variant was not launched, for programs. ``requires``: what would have to be there, as it is declared."""
+    """Why a variant was not launched, for programs. ``requires``: what would have to be there, as
+    it is declared."""
 
     kind: SkipKind
     requires: list[str]
 
 
 class Variant(TypedDict):
-    """``skipped``: why it was not launched. ``fingerprint``: what its answer depends on. ``planned``: MiB of memory."""
+    """``skipped``: why it was not launched. ``fingerprint``: what its answer depends on.
+    ``planned``: MiB of memory."""
 
     skipped: Text | None
     skip: NotRequired[Skip | None]
@@ -56,7 +74,8 @@ class Variant(TypedDict):
 
 
 class Stack(TypedDict):
-    """``label``: its folder in the results. ``changed``: files that are not as their packages installed them."""
+    """``label``: its folder in the results. ``changed``: files that are not as their packages
+    installed them."""
 
     name: str
     python: str | None
@@ -84,13 +103,16 @@ class Probe(TypedDict):
     arch_list: list[str] | None
     nccl_version: str | int | None
     devices: list[ProbedDevice]
-    imports: NotRequired[dict[str, str]]  # packages that do not import where a GPU is visible, and why
+    imports: NotRequired[
+        dict[str, str]
+    ]  # packages that do not import where a GPU is visible, and why
 
 
 class Around(TypedDict):
     """What else of the machine an answer can depend on.
 
-    ``shm_mb``: the size of shared memory (null: there is none). ``ptrace``: whether py-spy can look into hung ranks.
+    ``shm_mb``: the size of shared memory (null: there is none). ``ptrace``: whether py-spy can look
+    into hung ranks.
     """
 
     shm_mb: NotRequired[int | None]
@@ -98,7 +120,8 @@ class Around(TypedDict):
 
 
 class Hardware(Around):
-    """``capabilities``: those that all ranks reported alike. ``shares_gpu``: all ranks of an attempt use one GPU."""
+    """``capabilities``: those that all ranks reported alike. ``shares_gpu``: all ranks of an
+    attempt use one GPU."""
 
     profile: str
     capabilities: NotRequired[dict[str, str | bool]]
@@ -115,10 +138,11 @@ class Hardware(Around):
 
 
 def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False) -> str:
-    """Return what evidence is kept under: "cpu", or the compute capability such as "sm_80", "sm_90-shared".
+    """Return what evidence is kept under: "cpu", or the compute capability such as "sm_80",
+    "sm_90-shared".
 
-    A profile is a place: two of them may have the same GPUs, and one may have others next year. "cuda": unknown, or of
-    several kinds. The number of ranks belongs to the cell.
+    A profile is a place: two of them may have the same GPUs, and one may have others next year.
+    "cuda": unknown, or of several kinds. The number of ranks belongs to the cell.
     """
     if accelerator == "cpu":
         return "cpu"
@@ -127,8 +151,12 @@ def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False
 
 
 def kind_of(hardware: Hardware) -> str:
-    """Return the kind of hardware of a document: what all its ranks reported alike, else what was probed."""
-    capabilities, devices = hardware.get("capabilities", {}), hardware.get("probe", {}).get("devices", ())
+    """Return the kind of hardware of a document: what all its ranks reported alike, else what was
+    probed."""
+    capabilities, devices = (
+        hardware.get("capabilities", {}),
+        hardware.get("probe", {}).get("devices", ()),
+    )
     probed = {device["capability"] for device in devices}
     capability = capabilities.get("gpu_capability") or (probed.pop() if len(probed) == 1 else None)
     return hardware_kind(hardware["accelerator"], capability, hardware.get("shares_gpu", False))
@@ -148,13 +176,15 @@ class Provenance(TypedDict):
 
 @closed
 class Cell(TypedDict):
-    """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every attempt of every
-    variant with its outcome, and the verdicts.
+    """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every
+    attempt of every variant with its outcome, and the verdicts.
 
-    ``params``: the cell's axes as an expectation names them, model/strategy[/flag=value...]. ``simulated``: why this is
-    a simulation. ``flags``: those that the cell sets against their defaults. ``ranks``: of the cell; a variant may have
-    its own number (settings.world_size). ``overrides``: name=value, what makes this another measurement than the usual
-    one of this cell. ``complete``: false where the run was stopped before every attempt was made.
+    ``params``: the cell's axes as an expectation names them, model/strategy[/flag=value...].
+    ``simulated``: why this is
+    a simulation. ``flags``: those that the cell sets against their defaults. ``ranks``: of the
+    cell; a variant may have its own number (settings.world_size). ``overrides``: name=value, what
+    makes this another measurement than the usual one of this cell. ``complete``: false where the
+    run was stopped before every attempt was made.
     """
 
     schema: Literal[1]
@@ -191,7 +221,8 @@ _LINE = re.compile(r"(?P<file>.+\.jsonl\.zst):(?P<line>[0-9]+)")
 
 
 class DocumentPath(NamedTuple):
-    """Where a document is stored: a file of its own, or a line of a stack's file (``.../<stack>.jsonl.zst:<line>``)."""
+    """Where a document is stored: a file of its own, or a line of a stack's file
+    (``.../<stack>.jsonl.zst:<line>``)."""
 
     file: str
     line: int | None = None  # from 1; None: the whole file is the document
@@ -211,14 +242,16 @@ MAX_ERRORS = 3  # that a message names
 
 
 def validate_cell(value: Any) -> Document:
-    """Return the same value, known to be a cell's document. Raise ValueError, which names each wrong key."""
+    """Return the same value, known to be a cell's document. Raise ValueError, which names each
+    wrong key."""
     _validate(Cell, value)
     _validate_variants(value)
     return cast(Document, value)
 
 
 def validate_record(value: Any) -> Record:
-    """Return the same value, known to be a rank's record. Raise ValueError, which names each wrong key."""
+    """Return the same value, known to be a rank's record. Raise ValueError, which names each wrong
+    key."""
     _validate(Record, value)
     return cast(Record, value)
 
@@ -229,9 +262,13 @@ def _validate(kind: Any, value: Any) -> None:
         adapter(kind).validate_python(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        errors.sort(key=lambda item: item["type"] != "extra_forbidden")  # an unknown key explains missing ones
+        errors.sort(
+            key=lambda item: item["type"] != "extra_forbidden"
+        )  # an unknown key explains missing ones
         more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-        raise ValueError("; ".join(f"{key_path(e['loc'])}: {e['msg']}" for e in errors[:MAX_ERRORS]) + more) from None
+        raise ValueError(
+            "; ".join(f"{key_path(e['loc'])}: {e['msg']}" for e in errors[:MAX_ERRORS]) + more
+        ) from None
 
 
 def key_path(parts: tuple[int | str, ...]) -> str:
@@ -251,8 +288,12 @@ def key_path(parts: tuple[int | str, ...]) -> str:
 def _validate_variants(document: Cell) -> None:
     variants, verdicts = document["variants"], document["verdicts"]
     if document["kind"] == "control":
-        wrong = [f"{key}.{name}" for key, names in (("variants", variants), ("verdicts", verdicts)) for name in names
-                 if name != "control"]  # fmt: skip
+        wrong = [
+            f"{key}.{name}"
+            for key, names in (("variants", variants), ("verdicts", verdicts))
+            for name in names
+            if name != "control"
+        ]
         if wrong:
             raise ValueError(f"{wrong[0]}: a control has the one variant control")
     elif "unfixed" not in variants:
@@ -282,8 +323,14 @@ def json_schema() -> str:
         each.pop("title", None)
         if "description" in each:
             each["description"] = " ".join(each["description"].split())
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": FILE.name, "title": "A cell's document"}
-    return json.dumps({**head, **schema, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": FILE.name,
+        "title": "A cell's document",
+    }
+    return (
+        json.dumps({**head, **schema, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

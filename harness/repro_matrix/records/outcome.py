@@ -1,6 +1,8 @@
-"""The types of what was graded: an attempt's outcome, a failure's id, and a variant's verdict over its attempts. Pure.
+"""The types of what was graded: an attempt's outcome, a failure's id, and a variant's verdict over
+its attempts. Pure.
 
-Documents hold them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists instead of tuples.
+Documents hold them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists instead of
+tuples.
 """
 
 from __future__ import annotations
@@ -16,24 +18,42 @@ from typing_extensions import Self
 from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictName
 from repro_matrix.records.attempt import Count, FailureKind, InfraErrorKind
 
-NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]  # only the grader finds these
-# With releases that were not measured: as with the nearest measured ones on both sides, or on one (a prediction), or as
-# with one of several that disagree. With nothing comparable: a documented fix that fails.
+NoEvidence = Literal[
+    "interrupted", "no_effect", "environment_changed"
+]  # only the grader finds these
+# With releases that were not measured: as with the nearest measured ones on both sides, or on one
+# (a prediction), or as with one of several that disagree. With nothing comparable: a documented fix
+# that fails.
 Compared = Literal[
-    "expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu",
-    "interpolated", "predicted", "differs_from_prediction", "possible", "differs_from_documentation",
-]  # fmt: skip
+    "expected",
+    "unexpected",
+    "no_expectation",
+    "matches_cpu",
+    "differs_from_cpu",
+    "interpolated",
+    "predicted",
+    "differs_from_prediction",
+    "possible",
+    "differs_from_documentation",
+]
 CONFIRMED = frozenset({"expected", "matches_cpu", "interpolated", "predicted"})
-DIFFERS_FROM_PREDICTION = frozenset({"differs_from_cpu", "differs_from_prediction", "differs_from_documentation"})
+DIFFERS_FROM_PREDICTION = frozenset(
+    {"differs_from_cpu", "differs_from_prediction", "differs_from_documentation"}
+)
 NOTHING_STORED = frozenset({"no_expectation", "differs_from_documentation"})
 NOT_GREEN = frozenset({"unexpected", "differs_from_documentation"})  # of a test
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Interval = tuple[Share, Share]  # the 95 % Wilson interval of a share
-# The verdicts of a failure: two of one name are the same answer only where the failure ids are the same.
-FAILING = frozenset({"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"})
+# The verdicts of a failure: two of one name are the same answer only where the failure ids are the
+# same.
+FAILING = frozenset(
+    {"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"}
+)
 
-_stored = with_config(ConfigDict(extra="forbid", strict=False))  # a list for a tuple, a mapping for a nested type
+_stored = with_config(
+    ConfigDict(extra="forbid", strict=False)
+)  # a list for a tuple, a mapping for a nested type
 
 
 class _Json:
@@ -85,27 +105,31 @@ class Outcome(_Json):
     recognized: tuple[Recognized, ...] = ()
     primary: Primary | None = None
     failed: tuple[str, ...] = ()  # every rank finished, and these checks failed or were not made
-    # Where only a log record reproduces: the outcome without it. A harmless warning leaves the attempt passed.
+    # Where only a log record reproduces: the outcome without it. A harmless warning leaves the
+    # attempt passed.
     outcome_without_warning: OutcomeName | None = None
     ranks: tuple[int, ...] = ()  # that the reason is about; empty: all
     check: str | None = None  # that the reason is about: the worst failed one, or the missing one
     infra_error: InfraErrorKind | NoEvidence | None = None
-    blocking: bool = False  # with CUDA_LAUNCH_BLOCKING=1, because the usual launch ended with an asynchronous error
+    # with CUDA_LAUNCH_BLOCKING=1, because the usual launch ended with an asynchronous error
+    blocking: bool = False
 
     def others(self, case: str) -> tuple[Recognized, ...]:
         """Return other cases' failures in it; their log records do not count."""
         return tuple(item for item in self.recognized if item.case != case and item.kind != "log")
 
 
-# transformers imports code that came with a model below this name and the name of the folder that it was read from,
-# which may be a temporary one of the process: transformers_modules.qwen_4711.modeling_qwen.generate.
+# transformers imports code that came with a model below this name and the name of the folder that
+# it was read from, which may be a temporary one of the process:
+# transformers_modules.qwen_4711.modeling_qwen.generate.
 _REMOTE_CODE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)")
 
 
 @_stored
 @dataclass(frozen=True, order=True)
 class FailureId(_Json):
-    """What identifies a failure: a signature; an exception (or signal, exit code) and its location; a failed check."""
+    """What identifies a failure: a signature; an exception (or signal, exit code) and its location;
+    a failed check."""
 
     case: str | None = None
     signature: str | None = None
@@ -115,7 +139,11 @@ class FailureId(_Json):
 
     def __post_init__(self) -> None:
         if self.code_location:
-            object.__setattr__(self, "code_location", _REMOTE_CODE.sub("transformers_modules.*.", self.code_location))
+            object.__setattr__(
+                self,
+                "code_location",
+                _REMOTE_CODE.sub("transformers_modules.*.", self.code_location),
+            )
 
     def __str__(self) -> str:
         """Return it as an expectation writes it."""
@@ -141,15 +169,23 @@ class Verdict(_Json):
     unfixed_interval: Interval | None = None  # of unfixed_k / unfixed_n
     named_case: str | None = None  # the case of the catalogue whose failure occurred instead
     measured: bool = True  # False: no attempt was left to grade
-    failure_ids: tuple[FailureId, ...] = ()  # this variant's failures; of SIGNATURE_MISMATCH the unfixed variant's
+    failure_ids: tuple[
+        FailureId, ...
+    ] = ()  # this variant's failures; of SIGNATURE_MISMATCH the unfixed variant's
     infra_error: bool = False  # nothing was measured because what was launched is no evidence
     unseen: bool = False  # a failure that nothing stored expects and that does not reproduce here
     expected: Compared = "no_expectation"
     expectation: VerdictName | None = None  # the expected verdict, or the predicted one
-    nearest: tuple[str, ...] = ()  # the releases that it was measured with, where they are not the variant's
+    nearest: tuple[
+        str, ...
+    ] = ()  # the releases that it was measured with, where they are not the variant's
     beyond: bool = False  # these are not on both sides of the variant's
     failure_note: str = ""  # another failure than the expected one, or that none is written down
 
 
-StoredOutcome = Annotated[dict[str, Any], GetPydanticSchema(lambda _source, handler: handler(Outcome))]
-StoredVerdict = Annotated[dict[str, Any], GetPydanticSchema(lambda _source, handler: handler(Verdict))]
+StoredOutcome = Annotated[
+    dict[str, Any], GetPydanticSchema(lambda _source, handler: handler(Outcome))
+]
+StoredVerdict = Annotated[
+    dict[str, Any], GetPydanticSchema(lambda _source, handler: handler(Verdict))
+]

@@ -1,4 +1,5 @@
-"""What needs attention: results that differ from their expectation, or from what a CPU showed. Pure."""
+"""What needs attention: results that differ from their expectation, or from what a CPU showed.
+Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +16,32 @@ from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results.rows import Row
 
 Kind = Literal[
-    "stopped_working", "came_back", "new_failure", "different", "differs_from_documentation", "differs_from_cpu",
+    "stopped_working",
+    "came_back",
+    "new_failure",
+    "different",
+    "differs_from_documentation",
+    "differs_from_cpu",
     "differs_from_prediction",
-]  # fmt: skip
+]
 # The most urgent first.
 ATTENTION: Mapping[Kind, str] = {
-    "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
-    "different": "DIFFERENT", "differs_from_documentation": "DOCUMENTED FIX FAILS",
+    "stopped_working": "STOPPED WORKING",
+    "came_back": "CAME BACK",
+    "new_failure": "NEW FAILURE",
+    "different": "DIFFERENT",
+    "differs_from_documentation": "DOCUMENTED FIX FAILS",
     "differs_from_cpu": "DIFFERENT FROM THE CPU",
     "differs_from_prediction": "DIFFERENT FROM THE PREDICTION",
-}  # fmt: skip
+}
 NOTHING = "no package, machine or file"
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Variants that differ for the same reason, in one cell or in several. ``change``: since the last passing run,
-    where there is one; it names the packages that changed and the fixes that still work."""
+    """Variants that differ for the same reason, in one cell or in several. ``change``: since the
+    last passing run, where there is one; it names the packages that changed and the fixes that
+    still work."""
 
     kind: Kind
     rows: tuple[Row, ...]
@@ -60,7 +70,11 @@ class Attention:
         rows = self.rows
         model, strategy, variant = (
             ",".join(dict.fromkeys(names))
-            for names in ([row.model for row in rows], [row.strategy for row in rows], self.variants)
+            for names in (
+                [row.model for row in rows],
+                [row.strategy for row in rows],
+                self.variants,
+            )
         )
         return replace(self.row, model=model, strategy=strategy, variant=variant).command
 
@@ -77,9 +91,14 @@ class Attention:
 
     @property
     def search(self) -> tuple[str, ...]:
-        """The arguments that find the release, where packages changed since the last passing run."""
+        """The arguments that find the release, where packages changed since the last passing
+        run."""
         versions = self.change.versions if self.change else {}
-        before = [f"+{name}@{versions[name][0].partition('+')[0]}" for name in UPSTREAM if name in versions]
+        before = [
+            f"+{name}@{versions[name][0].partition('+')[0]}"
+            for name in UPSTREAM
+            if name in versions
+        ]
         if not before or any(each.endswith("@none") for each in before):
             return ()
         stack = self.row.stack.name
@@ -89,9 +108,16 @@ class Attention:
 
 
 def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
-    """Return what differs, the most urgent first. ``since``: the comparison with the last passing runs."""
-    changed = {place: each for each in reversed(since.changed) for place in
-               ((each.case, each.stack), *((each.case, each.stack, one.variant) for one in each.changes))}  # fmt: skip
+    """Return what differs, the most urgent first. ``since``: the comparison with the last passing
+    runs."""
+    changed = {
+        place: each
+        for each in reversed(since.changed)
+        for place in (
+            (each.case, each.stack),
+            *((each.case, each.stack, one.variant) for one in each.changes),
+        )
+    }
     same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row.state == "unexpected" or row.state in DIFFERS_FROM_PREDICTION:
@@ -102,7 +128,9 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
     alike: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for members in same.values():
         first = members[0]
-        results = tuple((row.variant, row.verdict, row.expected_verdict, row.failures) for row in members)
+        results = tuple(
+            (row.variant, row.verdict, row.expected_verdict, row.failures) for row in members
+        )
         alike[kind_of(first), first.case, first.axes[2:], first.cell[1:], results] += members
     found = []
     for members in alike.values():

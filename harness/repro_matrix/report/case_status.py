@@ -16,21 +16,31 @@ from repro_matrix.records.outcome import NOTHING_STORED
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
-CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]
-# The state of a case -> its symbol and its name, in the order of a table. Only the first two need action.
+CaseState = Literal[
+    "reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"
+]
+# The state of a case -> its symbol and its name, in the order of a table. Only the first two need
+# action.
 CASE_STATES: Mapping[str, tuple[str, str]] = {
-    "attention": ("!", "needs attention"), "fails": ("!", "control fails"), "reproduces": ("R", "reproduces"),
-    "fixed": ("f", "fixed upstream"), "absent": ("o", "not reproduced"), "other_failure": ("e", "another error"),
-    "unclear": ("?", "unclear"), "passes": ("✓", "control passes"), "not_measured": ("–", "not measured"),
-}  # fmt: skip
+    "attention": ("!", "needs attention"),
+    "fails": ("!", "control fails"),
+    "reproduces": ("R", "reproduces"),
+    "fixed": ("f", "fixed upstream"),
+    "absent": ("o", "not reproduced"),
+    "other_failure": ("e", "another error"),
+    "unclear": ("?", "unclear"),
+    "passes": ("✓", "control passes"),
+    "not_measured": ("–", "not measured"),
+}
 GONE = "no longer reproduces"
 
 
 @dataclass(frozen=True)
 class CaseStatus:
-    """``fixes``: documented ones that work in every cell in which the failure reproduces; ``failing``: the other
-    documented ones, also those that fail on an older stack where nothing is expected; ``unmeasured``: those without a
-    result, though the failure reproduces, or without a result of the failure."""
+    """``fixes``: documented ones that work in every cell in which the failure reproduces;
+    ``failing``: the other documented ones, also those that fail on an older stack where nothing is
+    expected; ``unmeasured``: those without a result, though the failure reproduces, or without a
+    result of the failure."""
 
     case: str
     title: str
@@ -54,7 +64,9 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
     verdicts: dict[str, set[str]] = defaultdict(set)
     fixes = [row for row in rows if row.role == "fix"]
     for row in fixes:
-        shown = state if row.verdict == "INCONCLUSIVE" else STATES.get(row.verdict or "", "reproduces")
+        shown = (
+            state if row.verdict == "INCONCLUSIVE" else STATES.get(row.verdict or "", "reproduces")
+        )
         if row.verdict and row.measured and shown == "reproduces":
             verdicts[row.variant].add(row.verdict)
     for row in older:
@@ -62,35 +74,60 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
             verdicts[row.variant].add(str(row.verdict))
     works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
     failing = tuple(variant for variant in verdicts if variant not in works)
-    without = (row.variant for row in fixes if row.skip_kind != "same" and not (row.measured and state == "reproduces"))
+    without = (
+        row.variant
+        for row in fixes
+        if row.skip_kind != "same" and not (row.measured and state == "reproduces")
+    )
     unclear = state in ("reproduces", "unclear")
     unmeasured = tuple(dict.fromkeys(name for name in without if unclear and name not in verdicts))
     title = case.title if case else rows[0].title
-    return CaseStatus(rows[0].case, title, state, detail, bool(rows[0].simulated), works, failing, unmeasured, releases)
+    return CaseStatus(
+        rows[0].case,
+        title,
+        state,
+        detail,
+        bool(rows[0].simulated),
+        works,
+        failing,
+        unmeasured,
+        releases,
+    )
 
 
 def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tuple[CaseState, str]:
-    """Return the state of a case and the details. ``first``: the unfixed or control variants that were launched."""
+    """Return the state of a case and the details. ``first``: the unfixed or control variants that
+    were launched."""
     if not first:
         return "not_measured", next((row.reason for row in rows if row.reason), "")
     if first[0].kind == "control":
-        failed = sorted((row for row in first if row.verdict != "PASSED"), key=lambda row: row.verdict != "FAILED")
+        failed = sorted(
+            (row for row in first if row.verdict != "PASSED"),
+            key=lambda row: row.verdict != "FAILED",
+        )
         state: CaseState = "unclear" if failed and failed[0].verdict == "INCONCLUSIVE" else "fails"
         return (state, failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
     usual = [row.counts.most_common(1)[0][0] for row in first]
     reproducing = [row for row in first if row.counts["reproduced"]]
     if reproducing:
         flaky = next((row for row in reproducing if len(row.counts) > 1), None)
-        in_cells = "" if len(reproducing) == len(first) else f"in {len(reproducing)} of {len(first)} cells"
+        in_cells = (
+            "" if len(reproducing) == len(first) else f"in {len(reproducing)} of {len(first)} cells"
+        )
         return "reproduces", f"flaky: {flaky.outcome}" if flaky else in_cells
     if set(usual) == {"passed"}:
         upstream = any(row.verdict == "FIXED_UPSTREAM" for row in rows)
-        if any(row.state in ("unexpected", "quarantined") and STATES.get(row.expected_verdict or "") == "reproduces"
-               for row in rows):  # fmt: skip
+        if any(
+            row.state in ("unexpected", "quarantined")
+            and STATES.get(row.expected_verdict or "") == "reproduces"
+            for row in rows
+        ):
             return "absent", GONE  # on a release on which it did
         ended = releases.ended if releases.after and releases.after.state == "absent" else ""
         return ("fixed", ended or "upstream") if upstream or ended else ("absent", "")
-    failures = dict.fromkeys(name for row in first for each in row.evidence_attempts for name in each.failures)
+    failures = dict.fromkeys(
+        name for row in first for each in row.evidence_attempts for name in each.failures
+    )
     if not any(row.evidence_attempts for row in first):
         return "unclear", first[0].reason
     others = dict.fromkeys(name.partition("/")[0] for name in failures if "/" in name)

@@ -1,4 +1,5 @@
-"""Results for other programs and for GitHub: JUnit XML, Markdown, issues and JSON. Pure: cells -> text."""
+"""Results for other programs and for GitHub: JUnit XML, Markdown, issues and JSON. Pure: cells ->
+text."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ MOST_LISTED = 40  # items of a list
 
 @dataclass(frozen=True)
 class Remarks:
-    """What a report must say beside its rows. ``damaged``: evidence that cannot be read; ``incomplete``: runs that were
-    interrupted and cases that cannot be graded; ``expired``: entries of the quarantine whose date has passed;
+    """What a report must say beside its rows. ``damaged``: evidence that cannot be read;
+    ``incomplete``: runs that were interrupted and cases that cannot be graded; ``expired``: entries
+    of the quarantine whose date has passed;
     ``notes``: everything else."""
 
     damaged: Sequence[str] = ()
@@ -50,39 +52,72 @@ def record(cell: Cell, row: Row) -> dict[str, Any]:
     """Return a variant with stable keys; results/schema/report-v1.schema.json describes them."""
     attempts = row.counts
     return {
-        "results": cell.source, "case": row.case, "kind": row.kind, "simulated": bool(row.simulated),
-        "model": row.model, "strategy": row.strategy, "also": line(cell.flags), "ranks": row.ranks, "scale": row.scale,
-        "weights": row.weights, "hardware": row.hardware.profile, "stack": line(row.stack.name),
+        "results": cell.source,
+        "case": row.case,
+        "kind": row.kind,
+        "simulated": bool(row.simulated),
+        "model": row.model,
+        "strategy": row.strategy,
+        "also": line(cell.flags),
+        "ranks": row.ranks,
+        "scale": row.scale,
+        "weights": row.weights,
+        "hardware": row.hardware.profile,
+        "stack": line(row.stack.name),
         "versions": dict(row.stack.versions),
-        "variant": row.variant, "outcome": row.outcome, "verdict": row.verdict, "expected": row.state,
-        "expectation": row.expected_verdict, "nearest": list(row.nearest), "beyond": row.beyond,
-        "attempts": len(row.attempts), "reproduced": attempts["reproduced"],
-        "passed": attempts["passed"], "wall_s": row.wall_s, "reason": line(row.reason, 1000), "started": row.started,
-        "commit": row.commit, "document": line(row.evidence, 400),
-        "error_at": line(row.error_at, 400) if row.error_at else None, "command": shlex.join(row.command),
-    }  # fmt: skip
+        "variant": row.variant,
+        "outcome": row.outcome,
+        "verdict": row.verdict,
+        "expected": row.state,
+        "expectation": row.expected_verdict,
+        "nearest": list(row.nearest),
+        "beyond": row.beyond,
+        "attempts": len(row.attempts),
+        "reproduced": attempts["reproduced"],
+        "passed": attempts["passed"],
+        "wall_s": row.wall_s,
+        "reason": line(row.reason, 1000),
+        "started": row.started,
+        "commit": row.commit,
+        "document": line(row.evidence, 400),
+        "error_at": line(row.error_at, 400) if row.error_at else None,
+        "command": shlex.join(row.command),
+    }
 
 
 def to_json(
-    cells: Sequence[Cell], head: Headline, claims: Sequence[ClaimRow], folders: Sequence[str], created: str,
+    cells: Sequence[Cell],
+    head: Headline,
+    claims: Sequence[ClaimRow],
+    folders: Sequence[str],
+    created: str,
     remarks: Remarks,
-) -> str:  # fmt: skip
+) -> str:
     """Return the headline, the rows, the claims and the remarks as JSON."""
     value = {
         "schema": SCHEMA,
         "made": created,
         "results": list(folders),
         "headline": head.to_json(),
-        "counts": dict(Counter(row_label(row).name for cell in cells for row in cell.rows).most_common()),
+        "counts": dict(
+            Counter(row_label(row).name for cell in cells for row in cell.rows).most_common()
+        ),
         "rows": [record(cell, row) for cell in cells for row in cell.rows],
         "claims": [
-            {"case": one.case, "id": one.id, "text": one.text, "source": one.source, "status": one.status,
-             "detail": line(one.detail, 1000), "measurements": len(one.evidence)}
+            {
+                "case": one.case,
+                "id": one.id,
+                "text": one.text,
+                "source": one.source,
+                "status": one.status,
+                "detail": line(one.detail, 1000),
+                "measurements": len(one.evidence),
+            }
             for one in claims
         ],
         "unread": [line(text, 1000) for text in remarks.damaged],
         "notes": [line(text, 1000) for text in remarks.all],
-    }  # fmt: skip
+    }
     return json.dumps(value, indent=1) + "\n"
 
 
@@ -90,11 +125,13 @@ def to_json(
 
 
 def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
-    """Return a suite for each case and a test case for each variant. The suite ``headline`` has its sentences.
+    """Return a suite for each case and a test case for each variant. The suite ``headline`` has its
+    sentences.
 
-    A variant that differs from its expectation is a failure. A documented fix that fails without an expectation,
-    infrastructure and evidence that cannot be read are errors. What was not measured or is quarantined is skipped. The
-    suite ``results`` has an error for each damaged file and each interrupted run.
+    A variant that differs from its expectation is a failure. A documented fix that fails without an
+    expectation, infrastructure and evidence that cannot be read are errors. What was not measured
+    or is quarantined is skipped. The suite ``results`` has an error for each damaged file and each
+    interrupted run.
     """
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
@@ -123,19 +160,33 @@ def _test_case(cell: Cell, row: Row) -> Any:
     group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
     test = TestCase(f"{line(name)} {row.variant}", group, row.wall_s or 0.0)
     no_reason = "" if row.attempts else "the run ended before its first attempt did"
-    verdict, reason, command = row_label(row).name, line(row.reason or no_reason, 1000), shlex.join(row.command)
-    errors = "\n\n".join([_error_text(row, index) for index in range(len(row.errors))] + [block(command)])
+    verdict, reason, command = (
+        row_label(row).name,
+        line(row.reason or no_reason, 1000),
+        shlex.join(row.command),
+    )
+    errors = "\n\n".join(
+        [_error_text(row, index) for index in range(len(row.errors))] + [block(command)]
+    )
     if not row.attempts:
         test.result = [Skipped(reason)]
     elif row.state == "quarantined":
-        test.result = [Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))]
+        test.result = [
+            Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))
+        ]
     elif row.state in NOT_GREEN or row.no_evidence or is_unanswered(row):
         text = line(f"{row.difference}: {row.reason}", 1000) if row.state in NOT_GREEN else reason
         test.result = [(Failure if row.state == "unexpected" else Error)(text, verdict)]
         test.result[0].text = errors
     note = f" ({row.note})" if row.note else ""
-    out = [f"verdict: {verdict}", f"compared: {row.state or 'no_expectation'}{note}", f"reason: {reason}",
-           f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
+    out = [
+        f"verdict: {verdict}",
+        f"compared: {row.state or 'no_expectation'}{note}",
+        f"reason: {reason}",
+        f"attempts: {row.outcome}",
+        f"evidence: {row.evidence}",
+        f"command: {command}",
+    ]
     test.system_out = "\n".join(map(block, out))
     return test
 
@@ -144,7 +195,16 @@ def _error_text(row: Row, index: int) -> str:
     error = row.errors[index]
     head = f"ranks {', '.join(map(str, error['ranks']))}: {error['ended']}"
     return block(
-        "\n".join(filter(None, (head, f"{error['type']}: {error['message']}" if error["type"] else "", error["log"]))),
+        "\n".join(
+            filter(
+                None,
+                (
+                    head,
+                    f"{error['type']}: {error['message']}" if error["type"] else "",
+                    error["log"],
+                ),
+            )
+        ),
         4000,
     )
 
@@ -153,12 +213,17 @@ def _error_text(row: Row, index: int) -> str:
 
 
 def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
-    """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes."""
+    """Return a summary for a job or a comment, what needs attention first, of at most ``MOST``
+    bytes."""
     out = [f"## {escape(title)}"]
     texts = (*remarks.incomplete, *remarks.expired, *remarks.damaged)
     out += [list_some([f"- **{escape(text)}**" for text in texts], MOST_LISTED, "\n")]
-    out += ["\n".join(f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
-                      for name, facts in head.answers.items())]  # fmt: skip
+    out += [
+        "\n".join(
+            f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
+            for name, facts in head.answers.items()
+        )
+    ]
     text = "\n".join(detail_lines(head)).strip("\n")
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     out += [f"{fence}\n{text}\n{fence}"] if text else []
@@ -184,15 +249,27 @@ def escape(text: str, most: int = 200) -> str:
 
 
 def to_issue(
-    changed: Sequence[ChangedCase], run_id: str, link: str = "", bisections: Mapping[str, str] | None = None
+    changed: Sequence[ChangedCase],
+    run_id: str,
+    link: str = "",
+    bisections: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
-    """Describe a case's changes on all stacks: a title, and Markdown that begins with it. By the last line a closed
-    issue acknowledges the change. ``bisections``: stack -> the report, or why there is none."""
+    """Describe a case's changes on all stacks: a title, and Markdown that begins with it. By the
+    last line a closed issue acknowledges the change. ``bisections``: stack -> the report, or why
+    there is none."""
     case = changed[0].case
-    changes = sorted((change for each in changed for change in each.changes), key=lambda c: list(KINDS).index(c.kind))
-    title = f"{case}: {changes[0].kind}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
+    changes = sorted(
+        (change for each in changed for change in each.changes),
+        key=lambda c: list(KINDS).index(c.kind),
+    )
+    title = f"{case}: {changes[0].kind}" + (
+        f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+    )
     count = counted(len(changes), "result")
-    parts = [f"Nightly run {escape(run_id)}: {count} of **{escape(case)}** changed since the last passing run."]
+    parts = [
+        f"Nightly run {escape(run_id)}: {count} of **{escape(case)}** changed since the last"
+        " passing run."
+    ]
     parts += [f"[Full report]({link})"] if link else []
     for each in changed:
         stack, first = each.stack, each.changes[0]
@@ -203,7 +280,13 @@ def to_issue(
         working = ", ".join(map(escape, each.working_fixes)) or "none"
         parts.append(f"Fixes that still work in every measured cell: {working}.")
         parts += ["#### Bisection", bisections[stack]] if bisections and stack in bisections else []
-        words = ["repro", "run", case, *first.row.axes, *([f"stack={stack}"] if stack != "current" else [])]
+        words = [
+            "repro",
+            "run",
+            case,
+            *first.row.axes,
+            *([f"stack={stack}"] if stack != "current" else []),
+        ]
         parts.append(f"Reproduce: {code(shlex.join([*words, f'variants={first.variant}']))}")
     digests = " change=".join(each.digest for each in changed)
     body = _limited("\n\n".join(parts))
@@ -213,8 +296,7 @@ def to_issue(
 def _change(change: Change) -> str:
     row = change.row
     return (
-        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant **{escape(change.variant)}**: "
-        f"{change.kind} ({KINDS[change.kind]})\n"
-        f"  - before: {code(describe_row(change.before))}\n"
-        f"  - now: {code(describe_row(change.after))}"
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant"
+        f" **{escape(change.variant)}**: {change.kind} ({KINDS[change.kind]})\n  - before:"
+        f" {code(describe_row(change.before))}\n  - now: {code(describe_row(change.after))}"
     )

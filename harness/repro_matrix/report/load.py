@@ -1,7 +1,8 @@
 """Load what a report shows from folders of results, render the page, and write files.
 
-The page is one self-contained file, or a static site with a page for each case. Every text is made harmless (text.py)
-and escaped (autoescape). The file needs no network access: its policy allows nothing but its own style and script.
+The page is one self-contained file, or a static site with a page for each case. Every text is made
+harmless (text.py) and escaped (autoescape). The file needs no network access: its policy allows
+nothing but its own style and script.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
 @dataclass
 class Results:
-    """``stored_cases``: before anything was selected. ``past``: the runs of the history before these results."""
+    """``stored_cases``: before anything was selected. ``past``: the runs of the history before
+    these results."""
 
     catalog: Catalogue
     headline: Headline
@@ -71,11 +73,14 @@ class Results:
 
 
 def load_results(
-    folders: Sequence[Path], selection: Mapping[str, Sequence[str]] | None = None, history: Path | None = None
+    folders: Sequence[Path],
+    selection: Mapping[str, Sequence[str]] | None = None,
+    history: Path | None = None,
 ) -> Results:
-    """Load the cells of these folders. ``selection``: axis -> patterns. Cases that are not in the catalog cannot be
-    graded: they are named and left out. They are compared with the last passing runs: of a history (a folder with
-    nights.jsonl), else of the runs beside them. Raises ResultsError: a folder is missing or cannot be read."""
+    """Load the cells of these folders. ``selection``: axis -> patterns. Cases that are not in the
+    catalog cannot be graded: they are named and left out. They are compared with the last passing
+    runs: of a history (a folder with nights.jsonl), else of the runs beside them. Raises
+    ResultsError: a folder is missing or cannot be read."""
     catalog = catalogs.load()
     cells: list[Cell] = []
     entries, today = quarantine.read(), datetime.now(timezone.utc).date()
@@ -86,18 +91,34 @@ def load_results(
         try:
             rows = load_rows(folder, catalog.cases, texts, write=folder != BASELINE)
         except FileNotFoundError:
-            hint = "`repro run CASE` stores a run, and `repro report --baseline` shows the published results."
+            hint = (
+                "`repro run CASE` stores a run, and `repro report --baseline` shows the published"
+                " results."
+            )
             raise ResultsError(f"{folder}: no such folder of results. {hint}") from None
         except OSError as error:
             raise ResultsError(f"{folder}: cannot be read ({error.strerror or error})") from None
         stored += rows
-        rows = [_explained(row, catalog.cases[row.case]) for row in rows
-                if row.case in catalog.cases and _is_selected(row, selection or {})]  # fmt: skip
-        if folder == BASELINE:  # what is published is what is known: a fix that is flaky there is no news
-            rows = [replace(row, state="no_expectation", note="") if row.state in NOTHING_STORED else row
-                    for row in rows]  # fmt: skip
+        rows = [
+            _explained(row, catalog.cases[row.case])
+            for row in rows
+            if row.case in catalog.cases and _is_selected(row, selection or {})
+        ]
+        if (
+            folder == BASELINE
+        ):  # what is published is what is known: a fix that is flaky there is no news
+            rows = [
+                (
+                    replace(row, state="no_expectation", note="")
+                    if row.state in NOTHING_STORED
+                    else row
+                )
+                for row in rows
+            ]
         expired += quarantine.expired(rows, entries, today)
-        cells += cells_of(quarantine.mark_rows(rows, entries, today), name if len(folders) > 1 else "")
+        cells += cells_of(
+            quarantine.mark_rows(rows, entries, today), name if len(folders) > 1 else ""
+        )
     rows, since = [row for cell in cells for row in cell.rows], Regressions()
     past: list[NightlyRun] = []
     if history is not None:
@@ -119,20 +140,33 @@ def load_results(
         if run.interrupted
     ]
     less = "less was measured or confirmed than requested"
-    incomplete += [f"{folder}: exit code 3 of its run: {less}" for folder, run in read.items() if run.exit_code == 3]
+    incomplete += [
+        f"{folder}: exit code 3 of its run: {less}"
+        for folder, run in read.items()
+        if run.exit_code == 3
+    ]
     ungraded = sorted(stored_cases - catalog.cases.keys())
     wrong = left_out(catalog.cases)
     unknown = "the catalog has no such case"
-    incomplete += [f"{case}: its results are left out: {wrong.get(case, unknown)}" for case in ungraded]
+    incomplete += [
+        f"{case}: its results are left out: {wrong.get(case, unknown)}" for case in ungraded
+    ]
     damaged = lost(texts)
     notes = [text for text in texts if text not in damaged]
-    notes += [f"left out: {text}" for text in catalog.left_out if not any(text in each for each in incomplete)]
+    notes += [
+        f"left out: {text}"
+        for text in catalog.left_out
+        if not any(text in each for each in incomplete)
+    ]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored)
     head = headline(rows, catalog.cases, since, _no_previous(folders, history))
     if damaged:
         first = one_line(damaged[0]).partition(". ")[0]
-        text = f"{counted(len(damaged), 'file')} of evidence missing or not readable, the first: {first}"
+        text = (
+            f"{counted(len(damaged), 'file')} of evidence missing or not readable, the first:"
+            f" {first}"
+        )
         head = replace(head, incomplete=text)
     elif incomplete or not all(row.complete for row in rows):
         head = replace(head, incomplete="Less was measured than requested")
@@ -140,7 +174,8 @@ def load_results(
 
 
 def _explained(row: Row, case: Case) -> Row:
-    """Return the row; of a fix that is a newer release, older runs stored only that it is the same as unfixed."""
+    """Return the row; of a fix that is a newer release, older runs stored only that it is the same
+    as unfixed."""
     declared = case.variants.get(row.variant)
     if row.skip_kind == "same" and declared and declared.stack:
         return replace(row, reason=newer_release(row.stack.name))
@@ -150,24 +185,44 @@ def _explained(row: Row, case: Case) -> Row:
 def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
     """Say why these results have no earlier run to compare with; "" of a run."""
     if history is not None:
-        return f"Not known yet: {history} has no earlier run that passed. repro nightly adds and compares each night's."
+        return (
+            f"Not known yet: {history} has no earlier run that passed. repro nightly adds and"
+            " compares each night's."
+        )
     if folders == [BASELINE]:
         return "Not compared: these are the published results."
-    return "Not compared: these are several results. repro diff compares two." if len(folders) > 1 else ""
+    return (
+        "Not compared: these are several results. repro diff compares two."
+        if len(folders) > 1
+        else ""
+    )
 
 
 def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
-    values = dict(zip(AXES, (row.case, row.model, row.strategy, row.stack.name, row.hardware.profile)))
-    return all(any(fnmatchcase(values[axis], one) for one in patterns) for axis, patterns in selection.items())
+    values = dict(
+        zip(AXES, (row.case, row.model, row.strategy, row.stack.name, row.hardware.profile))
+    )
+    return all(
+        any(fnmatchcase(values[axis], one) for one in patterns)
+        for axis, patterns in selection.items()
+    )
 
 
 def page(loaded: Results, folders: Sequence[Path], target: Path | None = None) -> Page:
     """Build the page of loaded results. ``target``: the page's file."""
     past = loaded.past
     runs = [*past, make_run("these results", map(from_row, loaded.headline.rows))] if past else []
-    return build_page(loaded.cells, loaded.headline, title(folders), created_line(folders),
-                      loaded.catalog.cases, notes=loaded.remarks.all, claims=loaded.claims, runs=runs,
-                      beside=[target and target.resolve().parent] == [each.resolve() for each in folders])  # fmt: skip
+    return build_page(
+        loaded.cells,
+        loaded.headline,
+        title(folders),
+        created_line(folders),
+        loaded.catalog.cases,
+        notes=loaded.remarks.all,
+        claims=loaded.claims,
+        runs=runs,
+        beside=[target and target.resolve().parent] == [each.resolve() for each in folders],
+    )
 
 
 def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | None = None) -> str:
@@ -177,7 +232,9 @@ def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | N
     head = loaded.headline
     if form == "json":
         names = [str(folder) for folder in folders]
-        return formats.to_json(loaded.cells, head, loaded.claims, names, created_line(folders), loaded.remarks)
+        return formats.to_json(
+            loaded.cells, head, loaded.claims, names, created_line(folders), loaded.remarks
+        )
     if form == "junit":
         return formats.to_junit(loaded.cells, head, loaded.remarks)
     if form == "markdown":
@@ -187,7 +244,10 @@ def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | N
 
 def title(folders: Sequence[Path]) -> str:
     """Return the page's title."""
-    named = [PUBLISHED if folder == BASELINE else f"run {name}" for folder, name in zip(folders, source_names(folders))]
+    named = [
+        PUBLISHED if folder == BASELINE else f"run {name}"
+        for folder, name in zip(folders, source_names(folders))
+    ]
     return f"repro-matrix: {' and '.join(named)}"
 
 
@@ -201,7 +261,10 @@ def created_line(folders: Sequence[Path]) -> str:
     """Return when and from what a report was made."""
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     names = ", ".join(source_names(folders))
-    return f"Created {when} UTC from {names}. Every result comes from a launched process; its evidence is stored."
+    return (
+        f"Created {when} UTC from {names}. Every result comes from a launched process; its evidence"
+        " is stored."
+    )
 
 
 def write(path: Path, text: str) -> None:
@@ -214,7 +277,8 @@ def write(path: Path, text: str) -> None:
 
 
 def write_site(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a site. Raises ResultsError: the folder holds other files, among which ours would lie."""
+    """Write a site. Raises ResultsError: the folder holds other files, among which ours would
+    lie."""
     index = folder / "index.html"
     ours = index.is_file() and "repro-matrix" in index.read_text(encoding="utf-8", errors="replace")
     if folder.is_dir() and any(folder.iterdir()) and not ours:
@@ -224,11 +288,20 @@ def write_site(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def write_run_page(folder: Path) -> Path | None:
-    """Write the page of a run that has ended, from its summary. An error is only a note: the results are recorded."""
+    """Write the page of a run that has ended, from its summary. An error is only a note: the
+    results are recorded."""
     target = folder / "report.html"
     try:
         write(target, render("html", load_results([folder]), [folder], target=target))
-    except (ReproError, OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except (
+        ReproError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+    ) as error:
         log(f"note: no page of this run: {type(error).__name__}: {error}")
         return None
     return target
@@ -247,31 +320,52 @@ def render_site(page: Page) -> dict[str, str]:
     files = {"index.html": _render("page.html", page, page.title, "{}.html".format, ())}
     files["badge.json"] = json.dumps(page.headline.badge()) + "\n"
     for case in page.cases:
-        files[f"{case.slug}.html"] = _render("case.html", page, case.slug, "{}.html".format, (case,))
+        files[f"{case.slug}.html"] = _render(
+            "case.html", page, case.slug, "{}.html".format, (case,)
+        )
     return files
 
 
-def _render(template: str, page: Page, title: str, address: Callable[[str], str], cases: Iterable[Any]) -> str:
+def _render(
+    template: str, page: Page, title: str, address: Callable[[str], str], cases: Iterable[Any]
+) -> str:
     folder = Path(__file__).parent / "templates"
     css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    return environment().get_template(template).render(
-        page=page, title=title, at=address, cases=tuple(cases), css=Markup(css), script=Markup(script),
-        policy=policy(css, script),
-    )  # fmt: skip
+    return (
+        environment()
+        .get_template(template)
+        .render(
+            page=page,
+            title=title,
+            at=address,
+            cases=tuple(cases),
+            css=Markup(css),
+            script=Markup(script),
+            policy=policy(css, script),
+        )
+    )
 
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
     made = Environment(
-        loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=StrictUndefined, finalize=_harmless,
-    )  # fmt: skip
+        loader=PackageLoader("repro_matrix.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=_harmless,
+    )
     made.globals |= {"symbols": CASE_STATES, "kinds": ATTENTION}
     made.filters |= {
-        "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "proof": proof,
+        "label": label,
+        "block": lambda text: Markup(escape(block(text, BLOCK))),
+        "proof": proof,
         "setting": lambda value: "not set" if value is None else format_value(value),
-        "ranks": list_ranks, "counted": counted, "shell": shlex.join,
-    }  # fmt: skip
+        "ranks": list_ranks,
+        "counted": counted,
+        "shell": shlex.join,
+    }
     return made
 
 
@@ -286,12 +380,18 @@ def format_value(value: Any) -> str:
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else "" if value is None else line(json.dumps(value, default=str), 80)
+    return (
+        value
+        if isinstance(value, str)
+        else ""
+        if value is None
+        else line(json.dumps(value, default=str), 80)
+    )
 
 
 def proof(cell: Cell, place: str) -> Markup:
-    """Return the attempts and checks of a cell's variants, and what repeats them, as lines. Variants with the same
-    checks stand together."""
+    """Return the attempts and checks of a cell's variants, and what repeats them, as lines.
+    Variants with the same checks stand together."""
     same: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in cell.rows:
         same[tuple(_details(row))][_attempts(row, row_label(row))].append(row.variant)
@@ -312,29 +412,42 @@ def _attempts(row: Row, one: Label) -> str:
 
 def _details(row: Row) -> Iterator[str]:
     """Yield why a variant did not pass or was not measured, and its checks."""
-    if row.verdict != "NOT_FIXED" and (not row.attempts or row.counts["passed"] < len(row.attempts)):
+    if row.verdict != "NOT_FIXED" and (
+        not row.attempts or row.counts["passed"] < len(row.attempts)
+    ):
         yield f"    {line(row.reason, 240)}"
     for note in filter(None, (row.note, row.quarantine and f"quarantined: {row.quarantine}")):
         yield f"    {note}"
     passed = [check for check in row.checks if check["state"] == "passed"]
     for check in row.checks:
         if check not in passed:
-            yield f"    {check['state']}: {_check(check)} {line(check['subject'], 160)} {list_ranks(check['ranks'])}"
+            yield (
+                f"    {check['state']}: {_check(check)} {line(check['subject'], 160)}"
+                f" {list_ranks(check['ranks'])}"
+            )
     if passed:
         yield f"    passed: {', '.join(map(_check, passed))}"
 
 
 def _check(check: Mapping[str, Any]) -> str:
-    """Return a check with its numbers: ``loss 7.1 (expected 7.2, tolerance 1e-6)``; of an exact one the name."""
-    actual, expected, tolerance = (format_value(check[name]) for name in ("actual", "expected", "tolerance"))
+    """Return a check with its numbers: ``loss 7.1 (expected 7.2, tolerance 1e-6)``; of an exact one
+    the name."""
+    actual, expected, tolerance = (
+        format_value(check[name]) for name in ("actual", "expected", "tolerance")
+    )
     if actual == expected and tolerance in ("", "0"):
         return str(check["name"])
-    parts = [f"expected {expected}"] * (expected != actual) + [f"tolerance {tolerance}"] * bool(tolerance)
+    parts = [f"expected {expected}"] * (expected != actual) + [f"tolerance {tolerance}"] * bool(
+        tolerance
+    )
     return f"{check['name']} {line(actual, 60)} ({line(', '.join(parts), 80)})"
 
 
 def policy(css: str, script: str) -> str:
     """Return a content security policy: nothing is loaded, and only our own script runs."""
-    style, code = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (css, script))
+    style, code = (
+        base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+        for source in (css, script)
+    )
     ours = f"style-src 'sha256-{style}'; script-src 'sha256-{code}'"
     return f"default-src 'none'; {ours}; base-uri 'none'; form-action 'none'"

@@ -28,14 +28,21 @@ MESSAGE = 600  # characters of a message that a summary keeps
 # Verdicts that say nothing of what helps.
 ABSENT = ("skipped", "INCONCLUSIVE", "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")
 # What a variant's verdict says of the failure under the variant's strategy.
-SHOWN = {"FIXED": "absent", "NOT_REPRODUCED": "absent", "FIXED_UPSTREAM": "absent", "NOT_FIXED": "reproduces",
-         "DIFFERENT_FAILURE": "other_failure", "FIX_BREAKS": "other_failure"}  # fmt: skip
+SHOWN = {
+    "FIXED": "absent",
+    "NOT_REPRODUCED": "absent",
+    "FIXED_UPSTREAM": "absent",
+    "NOT_FIXED": "reproduces",
+    "DIFFERENT_FAILURE": "other_failure",
+    "FIX_BREAKS": "other_failure",
+}
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """The variants of one cell on one stack and machine. ``source``: which of several results it comes from."""
+    """The variants of one cell on one stack and machine. ``source``: which of several results it
+    comes from."""
 
     rows: tuple[Row, ...]
     source: str = ""
@@ -55,13 +62,22 @@ class Cell:
         """All that tells it from the other cells of its case."""
         row = self.row
         ranks = counted(row.ranks, "rank")
-        return row.model, row.strategy, self.flags, ranks, row.stack.name, row.hardware.profile, self.source
+        return (
+            row.model,
+            row.strategy,
+            self.flags,
+            ranks,
+            row.stack.name,
+            row.hardware.profile,
+            self.source,
+        )
 
 
 @dataclass(frozen=True)
 class VariantView:
-    """One variant over all cells. ``changes``: setting, before and after. ``results``: a label, and the number and the
-    places of the cells that have it; where the failure does not reproduce, nothing can help."""
+    """One variant over all cells. ``changes``: setting, before and after. ``results``: a label, and
+    the number and the places of the cells that have it; where the failure does not reproduce,
+    nothing can help."""
 
     name: str
     help: str
@@ -81,8 +97,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class CaseView:
-    """``state``: that of the status, or "attention". ``symbols``: strategy -> state on the newest stack. ``places``:
-    what tells a cell from the others. ``past``: (id, state) of earlier runs."""
+    """``state``: that of the status, or "attention". ``symbols``: strategy -> state on the newest
+    stack. ``places``: what tells a cell from the others. ``past``: (id, state) of earlier runs."""
 
     status: CaseStatus
     summary: str
@@ -125,7 +141,9 @@ class Page:
     @cached_property
     def groups(self) -> dict[str, list[CaseView]]:
         """State -> cases, what needs attention first."""
-        found = {state: [case for case in self.cases if case.state == state] for state in CASE_STATES}
+        found = {
+            state: [case for case in self.cases if case.state == state] for state in CASE_STATES
+        }
         return {state: cases for state, cases in found.items() if cases}
 
     @cached_property
@@ -143,7 +161,8 @@ class Page:
 
 
 def row_label(row: Row) -> Label:
-    """Return the label of a row: of its verdict, else of the outcome of its attempts, e.g. a hang."""
+    """Return the label of a row: of its verdict, else of the outcome of its attempts, e.g. a
+    hang."""
     if not row.attempts:
         return LABELS["skipped"]
     if row.verdict and row.verdict != "INCONCLUSIVE":
@@ -156,58 +175,89 @@ def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
     """Group rows by cell, in their order."""
     found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.hardware.profile, row.stack.label, row.stack.name, row.evidence or row.cell_id].append(row)
+        found[
+            row.hardware.profile, row.stack.label, row.stack.name, row.evidence or row.cell_id
+        ].append(row)
     return [Cell(tuple(members), source) for members in found.values()]
 
 
 def build_page(
-    cells: Iterable[Cell], head: Headline, title: str, created: str, cases: Mapping[str, Case],
-    notes: Sequence[str] = (), claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (), beside: bool = False,
-) -> Page:  # fmt: skip
-    """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest
-    first."""
+    cells: Iterable[Cell],
+    head: Headline,
+    title: str,
+    created: str,
+    cases: Mapping[str, Case],
+    notes: Sequence[str] = (),
+    claims: Sequence[ClaimRow] = (),
+    runs: Sequence[NightlyRun] = (),
+    beside: bool = False,
+) -> Page:
+    """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one,
+    the oldest first."""
     by_case: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         by_case[cell.row.case].append(cell)
-    views = [case_view(by_case[one.case], one, cases.get(one.case), claims, runs, head.attention) for one in head.cases]
+    views = [
+        case_view(by_case[one.case], one, cases.get(one.case), claims, runs, head.attention)
+        for one in head.cases
+    ]
     views.sort(key=lambda view: list(CASE_STATES).index(view.state))
     return Page(title, created, head, tuple(views), tuple(notes), beside)
 
 
 def case_view(
-    cells: Sequence[Cell], status: CaseStatus, case: Case | None,
-    claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (), attention: Sequence[Attention] = (),
-) -> CaseView:  # fmt: skip
-    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalog. ``claims``
-    and ``attention``: of any case."""
+    cells: Sequence[Cell],
+    status: CaseStatus,
+    case: Case | None,
+    claims: Sequence[ClaimRow] = (),
+    runs: Sequence[NightlyRun] = (),
+    attention: Sequence[Attention] = (),
+) -> CaseView:
+    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the
+    catalog. ``claims`` and ``attention``: of any case."""
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
     ordered = sorted(ordered, key=lambda cell: age(cell.row), reverse=True)
     varying = [len(set(values)) > 1 for values in zip(*(cell.place for cell in cells))]
     places = {
-        cell: " ".join(part for part, varies in zip(cell.place, varying) if varies and part) or cell.row.stack.name
+        cell: (
+            " ".join(part for part, varies in zip(cell.place, varying) if varies and part)
+            or cell.row.stack.name
+        )
         for cell in ordered
     }
     news = tuple(each for each in attention if each.row.case == status.case)
     symbols = _symbols(ordered, case)
-    symbols |= dict.fromkeys((row.strategy for each in news for row in each.rows if each.urgent), "attention")
+    symbols |= dict.fromkeys(
+        (row.strategy for each in news for row in each.rows if each.urgent), "attention"
+    )
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
-        fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)
+        fails = bool(view.results) and all(
+            one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results
+        )
         variants["non_fix" if view.role == "fix" and fails else view.role].append(view)
     failures = tuple(_failures(ordered))
     ordered.sort(key=lambda cell: all(row.state != "unexpected" for row in cell.rows))
     references = tuple(map(link, case.references if case else ordered[0].row.references))
     return CaseView(
-        status, case.summary if case else "", symptom(failures[0].row if failures else None, case), references,
-        tuple(ordered), places, symbols, variants, failures,
-        tuple(each for each in claims if each.case == status.case), news,
+        status,
+        case.summary if case else "",
+        symptom(failures[0].row if failures else None, case),
+        references,
+        tuple(ordered),
+        places,
+        symbols,
+        variants,
+        failures,
+        tuple(each for each in claims if each.case == status.case),
+        news,
         tuple(_past(status.case, runs)),
-    )  # fmt: skip
+    )
 
 
 def _symbols(cells: Sequence[Cell], case: Case | None) -> dict[str, str]:
-    """Return strategy -> state on the newest stack: of its cells, else of the variants that another strategy's cells
-    run under it. ``cells``: the newest first."""
+    """Return strategy -> state on the newest stack: of its cells, else of the variants that another
+    strategy's cells run under it. ``cells``: the newest first."""
     newest = [cell for cell in cells if age(cell.row) == age(cells[0].row)]
     rows: dict[str, list[Row]] = defaultdict(list)
     for cell in newest:
@@ -215,7 +265,10 @@ def _symbols(cells: Sequence[Cell], case: Case | None) -> dict[str, str]:
     found: dict[str, str] = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured")
     found |= {name: case_status(members, case).state for name, members in rows.items()}
     for row in (row for cell in newest for row in cell.rows if row.measured):
-        name, state = row.settings.get("strategy", {}).get("slug", row.strategy), SHOWN.get(row.verdict or "")
+        name, state = (
+            row.settings.get("strategy", {}).get("slug", row.strategy),
+            SHOWN.get(row.verdict or ""),
+        )
         if state and name not in rows:
             found[name] = min(found.get(name, state), state, key=list(CASE_STATES).index)
     return found
@@ -227,20 +280,32 @@ def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[Var
         for row in cell.rows[1:]:
             found[row.variant].append((cell, row))
     for name, members in found.items():
-        decided = [(cell, row) for cell, row in members
-                   if row.state == "unexpected" or (row.verdict or "skipped") not in ABSENT]  # fmt: skip
+        decided = [
+            (cell, row)
+            for cell, row in members
+            if row.state == "unexpected" or (row.verdict or "skipped") not in ABSENT
+        ]
         results: dict[Label, list[str]] = defaultdict(list)
         for cell, row in decided or members:
             one = row_label(row)
-            tone = "bad" if row.state == "unexpected" else "good" if row.verdict == "FIXED" else "none"
+            tone = (
+                "bad" if row.state == "unexpected" else "good" if row.verdict == "FIXED" else "none"
+            )
             text = one.text if one.name != "FIXED" else "works" if row.role == "fix" else "passes"
-            text = f"{ATTENTION[kind_of(row)].lower()}: {text}" if row.state == "unexpected" else text
+            text = (
+                f"{ATTENTION[kind_of(row)].lower()}: {text}" if row.state == "unexpected" else text
+            )
             results[replace(one, tone=tone, text=text)].append(places[cell])
         cell, row = (decided or members)[0]
         ordered = sorted(results.items(), key=lambda item: -len(item[1]))
         changes = tuple(_changes(cell.row, row))
-        yield VariantView(name, row.help, row.role, changes,
-                          tuple((one, len(where), tuple(dict.fromkeys(where))) for one, where in ordered))  # fmt: skip
+        yield VariantView(
+            name,
+            row.help,
+            row.role,
+            changes,
+            tuple((one, len(where), tuple(dict.fromkeys(where))) for one, where in ordered),
+        )
 
 
 def _changes(first: Row, row: Row) -> Iterator[tuple[str, Any, Any]]:
@@ -249,9 +314,16 @@ def _changes(first: Row, row: Row) -> Iterator[tuple[str, Any, Any]]:
     def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         strategy = settings.get("strategy", {})
         groups = {"flags": settings.get("flags", {}), "options": strategy.get("options", {})}
-        found = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
+        found = {
+            f"{group}.{name}": value
+            for group, values in groups.items()
+            for name, value in values.items()
+        }
         found |= {name: settings.get(name) for name in ("world_size", "tp_size", "steps", "seed")}
-        return found | {"model": settings.get("model", {}).get("slug"), "strategy": strategy.get("slug")}
+        return found | {
+            "model": settings.get("model", {}).get("slug"),
+            "strategy": strategy.get("slug"),
+        }
 
     before, after = flat(first.settings), flat(row.settings)
     if row.own_stack:
@@ -271,13 +343,19 @@ def _failures(cells: Iterable[Cell]) -> Iterator[Failure]:
             text = error["message"] if error else row.reason
             found[error["type"] if error else "", comparable_text(text)].append(row)
     for members in list(found.values())[:MOST_ERRORS]:
-        yield Failure(members[0], tuple(dict.fromkeys(row.variant for row in members)), len(members))
+        yield Failure(
+            members[0], tuple(dict.fromkeys(row.variant for row in members)), len(members)
+        )
 
 
 def symptom(row: Row | None, case: Case | None) -> str:
     """Return the known failure's text as a log has it, else a sentence. ``row``: a measured one."""
     row = row if row and row.first and (row.counts["reproduced"] or not case) else None
-    names = {name.partition("/")[2] for each in row.attempts for name in each.failures} if row else set()
+    names = (
+        {name.partition("/")[2] for each in row.attempts for name in each.failures}
+        if row
+        else set()
+    )
     signatures = sorted(case.signatures, key=lambda one: one.name not in names) if case else []
     kind = signatures[0].kind if signatures else ""
     error = next((error for error in row.errors if error["type"]), None) if row else None
@@ -286,12 +364,16 @@ def symptom(row: Row | None, case: Case | None) -> str:
         if len(text) >= MESSAGE:  # to the end of a sentence or line
             text = text[: 1 + max(text.rfind(". "), text.rfind("\n"))].rstrip() + " ..."
         return f"{error['type']}: {text}"
-    printed = [error["log"] for error in row.errors if "terminate called" in error["log"]] if row else []
+    printed = (
+        [error["log"] for error in row.errors if "terminate called" in error["log"]] if row else []
+    )
     if printed and kind == "signal":
         return printed[0][printed[0].index("terminate called") :]
     measured = row.reason.partition(" on ")[2] or row.reason if row else ""
     if case and kind in ("check", "hang"):
-        silent = "No error is raised" + (", the ranks wait for each other" if kind == "hang" else "")
+        silent = "No error is raised" + (
+            ", the ranks wait for each other" if kind == "hang" else ""
+        )
         return f"{silent}. {case.title}." + (f"\nMeasured: {measured}" if measured else "")
     if measured or not signatures:
         return measured
@@ -312,8 +394,19 @@ def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:
         rows = [row for row in run.rows if row.case == case and row.measured]
         kinds = {kind for row in rows if row.first for kind in row.kinds}
         control = any(row.control for row in rows)
-        state = "passes" if control else "reproduces" if "reproduced" in kinds else "absent" if kinds else ""
-        yield run.run_id, "attention" if any(row.expected == "unexpected" for row in rows) else state
+        state = (
+            "passes"
+            if control
+            else "reproduces"
+            if "reproduced" in kinds
+            else "absent"
+            if kinds
+            else ""
+        )
+        yield (
+            run.run_id,
+            "attention" if any(row.expected == "unexpected" for row in rows) else state,
+        )
 
 
 def link(reference: str) -> tuple[str, str]:

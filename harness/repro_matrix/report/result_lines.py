@@ -1,7 +1,8 @@
-"""Results as lines of text: the headline, what needs attention, one line for each case, what was not measured.
+"""Results as lines of text: the headline, what needs attention, one line for each case, what was
+not measured.
 
-Modelled on pytest's short summary: the important first. Lines have at most ``width`` columns, except commands, which
-can be pasted.
+Modelled on pytest's short summary: the important first. Lines have at most ``width`` columns,
+except commands, which can be pasted.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
     what = "fix" if each.kind in ("stopped_working", "differs_from_documentation") else "variant"
     place = f"{row.case} {list_some(each.places)} on {row.stack.name}"
     yield ""
-    yield from wrap(f"{ATTENTION[each.kind]}  {place}{f', {what} {variants}' * (not came_back)}", "", 4, width)
-    unfixed = next((one for one in head.rows if came_back and one.first and one.cell == row.cell), None)
+    yield from wrap(
+        f"{ATTENTION[each.kind]}  {place}{f', {what} {variants}' * (not came_back)}", "", 4, width
+    )
+    unfixed = next(
+        (one for one in head.rows if came_back and one.first and one.cell == row.cell), None
+    )
     note = f" [{row.note}]" if row.note else ""
     names = ("passed", unfixed.outcome) if unfixed else (row.wanted, row.verdict)
     expected, measured = (label(name or "PASSED").text for name in names)
@@ -67,27 +72,48 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
     if each.since:
         yield from wrap(each.since, "    ", 3, width)
     if what == "fix" or came_back:
-        fixes = [name for status in head.cases if status.case == row.case for name in status.fixes
-                 if came_back or name not in each.variants]  # fmt: skip
-        fails = [f"{one.variant} ({label(one.verdict or '').text})" for one in each.rows
-                 if came_back and one.role == "fix" and one.verdict != "FIXED"]  # fmt: skip
+        fixes = [
+            name
+            for status in head.cases
+            if status.case == row.case
+            for name in status.fixes
+            if came_back or name not in each.variants
+        ]
+        fails = [
+            f"{one.variant} ({label(one.verdict or '').text})"
+            for one in each.rows
+            if came_back and one.role == "fix" and one.verdict != "FIXED"
+        ]
         texts = {one.variant: one.help for one in head.rows if one.case == row.case}
-        works = "; ".join(f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES])
+        works = "; ".join(
+            f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES]
+        )
         text = f"what works instead: {works or 'none of the fixes in this run'}"
-        yield from wrap(text + f"; what does not: {list_some(fails)}" * bool(fails), "    ", 3, width)
+        yield from wrap(
+            text + f"; what does not: {list_some(fails)}" * bool(fails), "    ", 3, width
+        )
     for line in _log_lines(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
-    yield from (f"    $ {one_line(shlex.join(command))}" for command in (each.command, each.search) if command)
+    yield from (
+        f"    $ {one_line(shlex.join(command))}"
+        for command in (each.command, each.search)
+        if command
+    )
 
 
 def _log_lines(row: Row) -> list[str]:
-    """Return the end of the first error's log, whole lines, without the error text that the reason has already."""
+    """Return the end of the first error's log, whole lines, without the error text that the reason
+    has already."""
     if not row.errors:
         return []
     log, text = row.errors[0]["log"], first_line(row.errors[0]["message"])[:60]
     cut = len(log) == LOG_TAIL and "\n" in log  # its first line may have lost its beginning
     lines = [one_line(line) for line in log.splitlines()[cut:]]
-    return [line for line in lines if line.strip() and not (text and text in line and text in row.reason)][-LOG_LINES:]
+    return [
+        line
+        for line in lines
+        if line.strip() and not (text and text in line and text in row.reason)
+    ][-LOG_LINES:]
 
 
 def _problem_lines(head: Headline, width: int) -> Iterator[str]:
@@ -95,30 +121,47 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
     failures = uncompared_failures(head.rows)
     if failures:
         meaning = "the unfixed variant fails with another error, and no variant shows anything else"
-        yield from _title(f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.", width)
+        yield from _title(
+            f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.",
+            width,
+        )
         for row in failures:
-            reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
+            reason = next(
+                each.reason
+                for each in row.evidence_attempts
+                if each.outcome not in ("reproduced", "passed")
+            )
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     lists: dict[str, list[tuple[str | None, Row]]] = {
-        "NO VERDICT: {}, counted neither as working nor as stopped": [(row.reason, row) for row in head.unanswered],
+        "NO VERDICT: {}, counted neither as working nor as stopped": [
+            (row.reason, row) for row in head.unanswered
+        ],
         "FLAKY: {}, whose attempts disagree": [(_outcomes(row), row) for row in head.flaky],
-        "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
+        "QUARANTINED: {}": [
+            (row.quarantine, row) for row in head.rows if row.state == "quarantined"
+        ],
         "POSSIBLE: {}, as in one of the nearest measured releases, which disagree": [
             (f"{row.verdict} here; {row.note}", row) for row in head.possible
         ],
-        "NO EXPECTATION: {}. `repro accept` writes expectations": [(row.verdict, row) for row in head.new],
+        "NO EXPECTATION: {}. `repro accept` writes expectations": [
+            (row.verdict, row) for row in head.new
+        ],
     }
     several = len({row.stack.name for row in head.rows}) > 1
     for title, items in lists.items():
         if items:
             yield from _title(title.format(counted(len(items), "variant")), width)
             reasons = (f"{f'on {row.stack.name}: ' * several}{reason}" for reason, row in items)
-            yield from by_reason(zip(reasons, (f"{row.case}/{row.variant}" for _, row in items)), width)
+            yield from by_reason(
+                zip(reasons, (f"{row.case}/{row.variant}" for _, row in items)), width
+            )
 
 
 def _outcomes(row: Row) -> str:
     """Return ``no failure 4/6, another error 2/6``."""
-    return ", ".join(f"{label(name).text} {k}/{len(row.attempts)}" for name, k in row.counts.most_common())
+    return ", ".join(
+        f"{label(name).text} {k}/{len(row.attempts)}" for name, k in row.counts.most_common()
+    )
 
 
 def _title(text: str, width: int) -> Iterator[str]:
@@ -129,38 +172,49 @@ def _title(text: str, width: int) -> Iterator[str]:
 def _case_lines(head: Headline, width: int) -> Iterator[str]:
     """Yield a line for some cases of each state, then where the others are."""
     listed = [each for each in head.cases if each.state not in ("passes", "not_measured")]
-    most = len(listed) if len(listed) <= MOST_CASES + 1 else MOST_CASES  # a case is no longer than "1 more"
+    most = (
+        len(listed) if len(listed) <= MOST_CASES + 1 else MOST_CASES
+    )  # a case is no longer than "1 more"
     first = list({each.state: each for each in reversed(listed)}.values())  # of each state
     others = [each for each in listed if each not in first][: max(0, most - len(first))]
     shown = [each for each in listed if each in first or each in others]
     yield from _case_table(shown, width) if shown else ()
     more = len(listed) - len(shown)
     if more or len(head.cases) > MOST_CASES + 1:
-        yield from _title(f"{f'{more} more' if more else 'All cases'}: repro report --format text", width)
+        yield from _title(
+            f"{f'{more} more' if more else 'All cases'}: repro report --format text", width
+        )
 
 
 def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
     more = [f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:]) for each in shown]
     works = ["".join(each.fixes[:1]) + number for each, number in zip(shown, more)]
-    starts = [(CASE_STATES[each.state][1], each.case, _detail(each, text, DETAIL)) for each, text in zip(shown, works)]
+    starts = [
+        (CASE_STATES[each.state][1], each.case, _detail(each, text, DETAIL))
+        for each, text in zip(shown, works)
+    ]
     states, names, details = (max(map(len, column)) for column in zip(*starts))
     titles = width - states - names - details - 8  # columns that are left
     yield ""
     for each, (state, name, detail) in zip(shown, starts):
-        title = f"{first_line(one_line(each.title), titles):<{titles}}  " if titles >= SHORTEST else ""
+        title = (
+            f"{first_line(one_line(each.title), titles):<{titles}}  " if titles >= SHORTEST else ""
+        )
         line = f"  {state:<{states}}  {name:<{names}}  {title}{detail}".rstrip()
         yield line if len(line) <= width else line[: width - 3] + "..."
 
 
 def _detail(each: CaseStatus, works: str, most: int = 400) -> str:
-    """Return which documented fixes work (in the words of ``works``) and which do not, or what else there is to say."""
+    """Return which documented fixes work (in the words of ``works``) and which do not, or what else
+    there is to say."""
     names = {"works": works, "fails": ", ".join(each.failing)} if each.state == "reproduces" else {}
     listed = "; ".join(f"{what}: {text}" for what, text in names.items() if text)
     return listed or first_line(one_line(each.detail), most)
 
 
 def _whole_cases(head: Headline, width: int) -> Iterator[str]:
-    """Yield every case with its whole title, the code of its first fix, and the names of the others."""
+    """Yield every case with its whole title, the code of its first fix, and the names of the
+    others."""
     helps = {(row.case, row.variant): row.help for row in head.rows}
     for state, (_, name) in CASE_STATES.items():
         cases = [each for each in head.cases if each.state == state]
@@ -170,7 +224,12 @@ def _whole_cases(head: Headline, width: int) -> Iterator[str]:
             if works and helps[each.case, works[0]]:
                 works[0] += f" ({helps[each.case, works[0]]})"
             yield from wrap(one_line(each.title), "  ", 2, width)
-            yield from wrap(" · ".join(filter(None, (each.case, _detail(each, ", ".join(works))))), "      ", 2, width)
+            yield from wrap(
+                " · ".join(filter(None, (each.case, _detail(each, ", ".join(works))))),
+                "      ",
+                2,
+                width,
+            )
 
 
 def _skipped_lines(head: Headline, width: int) -> Iterator[str]:
@@ -186,9 +245,28 @@ def print_rows(rows: Sequence[Row]) -> None:
         flags = " ".join(f"{name}={json.dumps(value)}" for name, value in row.flags.items())
         seconds = "" if row.wall_s is None else f"{row.wall_s:.1f}s"
         reason = f"{row.reason} [{row.note}]" if row.note else row.reason
-        table.append([
-            named(row.case, row.simulated), row.model, f"{row.strategy} {flags}".strip(), row.variant,
-            row.role, row.verdict or row.outcome, row.state, seconds, reason,
-        ])  # fmt: skip
-    heads = ["case", "model", "strategy", "variant", "role", "verdict", "expected?", "time", "reason"]
+        table.append(
+            [
+                named(row.case, row.simulated),
+                row.model,
+                f"{row.strategy} {flags}".strip(),
+                row.variant,
+                row.role,
+                row.verdict or row.outcome,
+                row.state,
+                seconds,
+                reason,
+            ]
+        )
+    heads = [
+        "case",
+        "model",
+        "strategy",
+        "variant",
+        "role",
+        "verdict",
+        "expected?",
+        "time",
+        "reason",
+    ]
     print_table("", heads, table, narrow=("time", "reason"))

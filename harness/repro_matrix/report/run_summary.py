@@ -15,7 +15,15 @@ from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.result_lines import print_rows, result_lines
-from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines
+from repro_matrix.report.terminal import (
+    axes_of,
+    by_reason,
+    columns,
+    label,
+    named,
+    print_json,
+    print_lines,
+)
 from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner.engine import Event, Summary
@@ -29,7 +37,8 @@ QUIET_S = 30.0  # without a terminal: after so long without a line, print what r
 
 
 def show_plan(prepared: Session, as_json: bool) -> int:
-    """Print what would be launched; return the exit code, which is not 0 where a run's could not be 0."""
+    """Print what would be launched; return the exit code, which is not 0 where a run's could not be
+    0."""
     variants = [variant for plan in prepared.plans for variant in plan.variants]
     items = [_item(prepared, variant) for variant in variants]
     short = [*prepared.shortfall(), *prepared.too_few_free()]
@@ -47,13 +56,18 @@ def show_plan(prepared: Session, as_json: bool) -> int:
     for name in prepared.to_build:
         print(f"stack {name} would be built first")
     for why, count in prepared.elsewhere.items():
-        print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
+        print(
+            f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}:"
+            f" {why}"
+        )
     return code
 
 
 def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:
     cell, simulated = variant.cell, prepared.catalogue.cases[variant.cell.case].simulated
-    item = {name: getattr(cell, name) for name in ("case", "model", "strategy", "ranks", "hardware")}
+    item = {
+        name: getattr(cell, name) for name in ("case", "model", "strategy", "ranks", "hardware")
+    }
     item |= {name: getattr(variant, name) for name in ("stack", "variant", "world_size", "skipped")}
     item |= {"flags": dict(cell.flags), "devices": variant.gpus, "attempts": variant.repeat}
     item |= {"deadline_s": variant.deadline, "simulated": simulated}
@@ -61,15 +75,17 @@ def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:
 
 
 def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield a line for each case that would be launched, then what would not, by reason. ``items``: case, cell, model,
-    strategy, attempts and skipped (the reason, or None) of each variant."""
+    """Yield a line for each case that would be launched, then what would not, by reason. ``items``:
+    case, cell, model, strategy, attempts and skipped (the reason, or None) of each variant."""
     launched: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for item in items:
         if not item["skipped"]:
             launched[item["case"]].append(item)
     names = max(map(len, launched), default=0)
     for case, variants in launched.items():
-        yield from wrap(f"{case:<{names}}  {_size(variants)}: {axes_of(variants)}", "", names + 2, width)
+        yield from wrap(
+            f"{case:<{names}}  {_size(variants)}: {axes_of(variants)}", "", names + 2, width
+        )
     yield from skipped_lines(items, width)
     if items:
         every = [item for variants in launched.values() for item in variants]
@@ -77,12 +93,19 @@ def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
 
 
 def _size(variants: Sequence[Mapping[str, Any]]) -> str:
-    cells, attempts = len({item["cell"] for item in variants}), sum(item["attempts"] for item in variants)
-    return f"{counted(cells, 'cell')}, {counted(len(variants), 'variant')}, {counted(attempts, 'attempt')}"
+    cells, attempts = (
+        len({item["cell"] for item in variants}),
+        sum(item["attempts"] for item in variants),
+    )
+    return (
+        f"{counted(cells, 'cell')}, {counted(len(variants), 'variant')},"
+        f" {counted(attempts, 'attempt')}"
+    )
 
 
 def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield the reasons of skipped variants, each with its number and its cases. ``items`` as for ``plan_lines``."""
+    """Yield the reasons of skipped variants, each with its number and its cases. ``items`` as for
+    ``plan_lines``."""
     skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
     if skipped:
         yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
@@ -93,7 +116,8 @@ def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[st
 
 
 class Progress:
-    """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what runs."""
+    """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what
+    runs."""
 
     def __init__(self, verbose: bool = False, cases: Mapping[str, Case] | None = None) -> None:
         import rich.progress
@@ -104,13 +128,20 @@ class Progress:
         self.attempts = self.done = self.cells = self.all_cells = self.different = 0
         self.reasons: set[str] = set()  # of skipped cells
         self._printed = time.monotonic()
-        # The bar counts expected seconds, so that the time left is that of long attempts, not of their number.
+        # The bar counts expected seconds, so that the time left is that of long attempts, not of
+        # their number.
         self.bar = rich.progress.Progress(
-            rich.progress.BarColumn(24), rich.progress.TextColumn("{task.description}", markup=False),
-            rich.progress.TimeElapsedColumn(), rich.progress.TimeRemainingColumn(), console=self.out, transient=True,
-            refresh_per_second=2, speed_estimate_period=1e6, get_time=lambda: time.monotonic(),
+            rich.progress.BarColumn(24),
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=self.out,
+            transient=True,
+            refresh_per_second=2,
+            speed_estimate_period=1e6,
+            get_time=lambda: time.monotonic(),
             disable=not self.out.is_terminal,
-        )  # fmt: skip
+        )
         self.run = self.bar.add_task("", total=0)
         self.running: dict[Any, rich.progress.TaskID] = {}
 
@@ -156,7 +187,10 @@ class Progress:
         status = f"{self.done}/{self.attempts} attempts, {cells}  {waiting}".rstrip()
         self.bar.update(self.run, description=status)
         if not self.out.is_terminal and time.monotonic() - self._printed > QUIET_S:
-            tasks = [f"{' '.join(task.description.split())} {task.elapsed or 0:.0f}s" for task in self.bar.tasks]
+            tasks = [
+                f"{' '.join(task.description.split())} {task.elapsed or 0:.0f}s"
+                for task in self.bar.tasks
+            ]
             self._print("; ".join(tasks))
 
     def _cell(self, key: str, document: Document) -> None:
@@ -172,9 +206,15 @@ class Progress:
             works = sum(row.verdict == "FIXED" for row in fixes)
             texts.append(f"{works} of {len(fixes)} documented fixes work{'s' * (len(fixes) == 1)}")
         texts += [f"{row.variant}: {row.difference}" for row in different]
-        text = "; ".join(texts) or ("skipped, as above" if reason in self.reasons else f"skipped: {reason}")
+        text = "; ".join(texts) or (
+            "skipped, as above" if reason in self.reasons else f"skipped: {reason}"
+        )
         self.reasons.add(reason)
-        self._print(one_line(f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"))
+        self._print(
+            one_line(
+                f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"
+            )
+        )
 
     def _print(self, text: str, style: str = "") -> None:
         self._printed = time.monotonic()
@@ -188,16 +228,21 @@ def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any
     """Return the totals of a run for ``--json``."""
     profiles = [
         {
-            "profile": each.name, "accelerator": each.accelerator, "backend": each.backend,
-            "devices": [gpu.name for gpu in each.gpus], "ranks": prepared.sizes(each),
+            "profile": each.name,
+            "accelerator": each.accelerator,
+            "backend": each.backend,
+            "devices": [gpu.name for gpu in each.gpus],
+            "ranks": prepared.sizes(each),
         }
         for each in prepared.profiles
-    ]  # fmt: skip
+    ]
     return {
         "hardware": [profile.name for profile in prepared.profiles],
         "profiles": profiles,
         "stacks": {stack.name: dict(stack.versions) for stack in prepared.stacks.values()},
-        **{key: getattr(summary, key) for key in ("attempts", "reused", "interrupted", "gpu_notes")},
+        **{
+            key: getattr(summary, key) for key in ("attempts", "reused", "interrupted", "gpu_notes")
+        },
         "problem": str(summary.problem) if summary.problem else None,
         "cpu_s": round(summary.cpu_s, 1),
         "wall_s": round(summary.wall_s, 1),
@@ -205,7 +250,11 @@ def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any
         "changed": prepared.changed(),
         "results": str(results_folder(prepared.settings)),
         "headline": head.to_json(),
-        "verdicts": dict(Counter(row.verdict or "skipped" for row in head.rows if row.verdict or not row.attempts)),
+        "verdicts": dict(
+            Counter(
+                row.verdict or "skipped" for row in head.rows if row.verdict or not row.attempts
+            )
+        ),
         "expected": dict(Counter(row.state for row in head.rows if row.state)),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
@@ -214,9 +263,15 @@ def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any
 
 
 def lines(
-    prepared: Session, summary: Summary, head: Headline, expired: Sequence[str], every_variant: bool, width: int
+    prepared: Session,
+    summary: Summary,
+    head: Headline,
+    expired: Sequence[str],
+    every_variant: bool,
+    width: int,
 ) -> Iterator[str]:
-    """Yield the lines of a run. ``expired``: messages about quarantine entries whose date has passed."""
+    """Yield the lines of a run. ``expired``: messages about quarantine entries whose date has
+    passed."""
     if every_variant:
         print_rows(head.rows)
         yield ""
@@ -225,29 +280,51 @@ def lines(
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
     if summary.interrupted:
         complete = len({row.cell for row in head.rows if row.complete})
-        texts.append(f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others.")
+        texts.append(
+            f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others."
+        )
     if summary.reused:
-        texts.append(f"{counted(summary.reused, 'attempt')} of an earlier run used again, {summary.attempts} launched")
+        texts.append(
+            f"{counted(summary.reused, 'attempt')} of an earlier run used again, {summary.attempts}"
+            " launched"
+        )
     for reason, count in prepared.elsewhere.items():
-        texts.append(f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}: {reason}")
+        texts.append(
+            f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}:"
+            f" {reason}"
+        )
     if summary.not_started:
         names = ", ".join(dict.fromkeys(cell.case for cell in summary.not_started))
         texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
     for reason, count in summary.torchrun_reasons.most_common():
-        texts.append(f"{counted(count, 'attempt')} used torchrun, each some seconds slower: {reason}")
-    blocking = {f"{row.case}/{row.variant}" for row in head.rows for each in row.evidence_attempts if each.blocking}
+        texts.append(
+            f"{counted(count, 'attempt')} used torchrun, each some seconds slower: {reason}"
+        )
+    blocking = {
+        f"{row.case}/{row.variant}"
+        for row in head.rows
+        for each in row.evidence_attempts
+        if each.blocking
+    }
     if blocking:
         names = ", ".join(sorted(blocking))
         why = "in a second attempt, after an asynchronous CUDA error"
         texts.append(f"note: graded with CUDA_LAUNCH_BLOCKING=1, {why}: {names}")
-    unused = describe_unusable(prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
+    unused = (
+        describe_unusable(prepared.machine.left_out)
+        if prepared.profile.accelerator != "cpu"
+        else ()
+    )
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:
         yield from wrap(text, width=width)
 
 
-def describe_exit(code: int, head: Headline, summary: Summary, not_committed: Sequence[str] = ()) -> str:
-    """Return the last line: the exit code and its reason. ``not_committed``: files of expectations."""
+def describe_exit(
+    code: int, head: Headline, summary: Summary, not_committed: Sequence[str] = ()
+) -> str:
+    """Return the last line: the exit code and its reason. ``not_committed``: files of
+    expectations."""
     left = len(summary.not_started)
     reasons = {
         0: head.agreement,
@@ -257,5 +334,7 @@ def describe_exit(code: int, head: Headline, summary: Summary, not_committed: Se
     }
     parts = [reasons[code], *head.unconfirmed] if code in reasons else []
     parts += [f"not started within the time limit: {counted(left, 'cell')}"] if left else []
-    parts += [f"expectations are not committed: {list_some(not_committed)}"] if not_committed else []
+    parts += (
+        [f"expectations are not committed: {list_some(not_committed)}"] if not_committed else []
+    )
     return ": ".join(filter(None, (f"exit code {code}", "; ".join(parts))))

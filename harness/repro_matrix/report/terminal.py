@@ -1,7 +1,9 @@
-"""Print for people: tables, lists and paragraphs on stdout, notes on stderr; ``print_json`` for programs.
+"""Print for people: tables, lists and paragraphs on stdout, notes on stderr; ``print_json`` for
+programs.
 
-On a terminal lines fit its width and verdicts have a color. Elsewhere nothing is cut or colored: a row is a line.
-The lists of `show`, `list`, `doctor` and `matrix --dry-run` are pure: values -> lines of at most ``width`` columns.
+On a terminal lines fit its width and verdicts have a color. Elsewhere nothing is cut or colored: a
+row is a line. The lists of `show`, `list`, `doctor` and `matrix --dry-run` are pure: values ->
+lines of at most ``width`` columns.
 """
 
 from __future__ import annotations
@@ -25,17 +27,27 @@ if TYPE_CHECKING:
 
 # Lines about what needs action.
 URGENT = re.compile(
-    r"Incomplete|Needs attention|STOPPED WORKING|CAME BACK|NEW FAILURE|DIFFERENT  |Documented fixes +[1-9]\d* stopped"
+    r"Incomplete|Needs attention|STOPPED WORKING|CAME BACK|NEW FAILURE|DIFFERENT  |Documented fixes"
+    r" +[1-9]\d* stopped"
 )
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
 
 
-# Labels: a text and a tone for each verdict, outcome, comparison and claim status. No state is shown by color alone.
+# Labels: a text and a tone for each verdict, outcome, comparison and claim status. No state is
+# shown by color alone.
 
-# Colours of a terminal, by tone. Those that are unreadable on some background (yellow, cyan, blue, dim) are not used.
-STYLES = {"bad": "red", "warn": "magenta", "reproduce": "bold", "good": "green", "info": "", "none": ""}
+# Colours of a terminal, by tone. Those that are unreadable on some background (yellow, cyan, blue,
+# dim) are not used.
+STYLES = {
+    "bad": "red",
+    "warn": "magenta",
+    "reproduce": "bold",
+    "good": "green",
+    "info": "",
+    "none": "",
+}
 
 
 @dataclass(frozen=True)
@@ -46,22 +58,49 @@ class Label:
 
 
 _TEXTS = {
-    "good": {"FIXED": "fix works", "PASSED": "passed", "supported": "supported", "expected": "as expected",
-             "matches_cpu": "as on CPU", "interpolated": "as in the nearest releases", "predicted": "as predicted"},
+    "good": {
+        "FIXED": "fix works",
+        "PASSED": "passed",
+        "supported": "supported",
+        "expected": "as expected",
+        "matches_cpu": "as on CPU",
+        "interpolated": "as in the nearest releases",
+        "predicted": "as predicted",
+    },
     "bad": {"FAILED": "failed", "refuted": "refuted", "unexpected": "differs from expectation"},
-    "warn": {"DIFFERENT_FAILURE": "different failure", "SIGNATURE_MISMATCH": "another error", "FLAKY": "flaky",
-             "hang": "hang", "mixed": "mixed", "other_failure": "another error", "differs_from_cpu": "unlike the CPU",
-             "differs_from_prediction": "unlike the prediction",
-             "differs_from_documentation": "documented fix fails"},
+    "warn": {
+        "DIFFERENT_FAILURE": "different failure",
+        "SIGNATURE_MISMATCH": "another error",
+        "FLAKY": "flaky",
+        "hang": "hang",
+        "mixed": "mixed",
+        "other_failure": "another error",
+        "differs_from_cpu": "unlike the CPU",
+        "differs_from_prediction": "unlike the prediction",
+        "differs_from_documentation": "documented fix fails",
+    },
     "reproduce": {"reproduced": "reproduces"},
-    "info": {"NOT_REPRODUCED": "not reproduced", "FIXED_UPSTREAM": "fixed upstream", "passed": "no failure",
-             "quarantined": "quarantined", "no_expectation": "no expectation yet",
-             "possible": "as in one of the nearest releases"},
-    "none": {"NOT_FIXED": "same failure", "FIX_BREAKS": "fix breaks it", "INCONCLUSIVE": "inconclusive",
-             "infra_error": "infrastructure error", "skipped": "not measured", "absent": "no such cell in that run",
-             "untested": "untested"},
-}  # fmt: skip
-LABELS = {name: Label(name, text, tone) for tone, texts in _TEXTS.items() for name, text in texts.items()}
+    "info": {
+        "NOT_REPRODUCED": "not reproduced",
+        "FIXED_UPSTREAM": "fixed upstream",
+        "passed": "no failure",
+        "quarantined": "quarantined",
+        "no_expectation": "no expectation yet",
+        "possible": "as in one of the nearest releases",
+    },
+    "none": {
+        "NOT_FIXED": "same failure",
+        "FIX_BREAKS": "fix breaks it",
+        "INCONCLUSIVE": "inconclusive",
+        "infra_error": "infrastructure error",
+        "skipped": "not measured",
+        "absent": "no such cell in that run",
+        "untested": "untested",
+    },
+}
+LABELS = {
+    name: Label(name, text, tone) for tone, texts in _TEXTS.items() for name, text in texts.items()
+}
 VERDICTS = frozenset(name for name in LABELS if name.isupper())
 
 
@@ -89,7 +128,8 @@ def console() -> Console:
 
 
 def columns() -> int:
-    """Return the width of lines: COLUMNS, else the terminal's, else ``WIDTH``; at least ``NARROW``."""
+    """Return the width of lines: COLUMNS, else the terminal's, else ``WIDTH``; at least
+    ``NARROW``."""
     return max(NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
@@ -102,7 +142,10 @@ def print_notes(texts: Sequence[str], most: int = 10) -> None:
     """Print notes on stderr, so that stdout holds the answer only."""
     for text in texts[:most]:
         note = one_line(f"note: {text}")
-        print("\n".join(wrap(note, width=columns())) if is_terminal(sys.stderr) else note, file=sys.stderr)
+        print(
+            "\n".join(wrap(note, width=columns())) if is_terminal(sys.stderr) else note,
+            file=sys.stderr,
+        )
     if len(texts) > most:
         print(f"note: {len(texts) - most} more notes", file=sys.stderr)
 
@@ -113,9 +156,11 @@ def print_wrapped(*texts: str) -> None:
         print_lines(wrap(text, width=columns(), most=None, whole=True) or [""])
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
-    """Print a table. On a terminal of less than ``WIDTH`` columns each row is a line, and the columns that are named
-    in ``narrow`` are lines below it."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()
+) -> None:
+    """Print a table. On a terminal of less than ``WIDTH`` columns each row is a line, and the
+    columns that are named in ``narrow`` are lines below it."""
     texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
     if not is_terminal(sys.stdout):
         widths = [max(map(len, column)) for column in zip(columns, *texts)]
@@ -129,14 +174,27 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     if out.width < WIDTH and narrow:
         print_lines([title] if title else [])
         for row in texts:
-            cells = [(name, f"{name} {text}" if text.isdigit() else text) for name, text in zip(columns, row) if text]
-            out.print(Text("  ").join(Text(text, style=style(text)) for name, text in cells if name not in narrow))
+            cells = [
+                (name, f"{name} {text}" if text.isdigit() else text)
+                for name, text in zip(columns, row)
+                if text
+            ]
+            out.print(
+                Text("  ").join(
+                    Text(text, style=style(text)) for name, text in cells if name not in narrow
+                )
+            )
             for name, text in cells:
                 if name in narrow:
                     print_lines(wrap(f"{name}: {text}", "    ", width=out.width, whole=True))
         return
     table = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, header_style="bold", pad_edge=False
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
     )
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -148,7 +206,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are; on a terminal titles (three capitals) are bold, and verdicts have their color."""
+    """Print lines as they are; on a terminal titles (three capitals) are bold, and verdicts have
+    their color."""
     if not is_terminal(sys.stdout):
         for line in lines:
             print(line)
@@ -158,7 +217,9 @@ def print_lines(lines: Iterable[str]) -> None:
     out = console()
     for line in lines:
         word = line.strip().partition(" ")[0]
-        text = Text(line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else "")
+        text = Text(
+            line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else ""
+        )
         if URGENT.match(line):
             text.stylize("bold red")
         for verdict in VERDICTS:
@@ -174,8 +235,11 @@ def named(case: str, simulated: Any) -> str:
     return f"{case} [simulated]" if simulated else case
 
 
-def by_reason(items: Iterable[tuple[Any, str]], width: int, most: int | None = None) -> Iterator[str]:
-    """Yield the reasons (at most ``most``) with the number of their items and their names, the most frequent first."""
+def by_reason(
+    items: Iterable[tuple[Any, str]], width: int, most: int | None = None
+) -> Iterator[str]:
+    """Yield the reasons (at most ``most``) with the number of their items and their names, the most
+    frequent first."""
     found: dict[str, list[str]] = defaultdict(list)
     for reason, name in items:
         found[str(reason)].append(name)
@@ -190,7 +254,9 @@ def claim_lines(rows: Sequence[ClaimRow], width: int) -> Iterator[str]:
     """Yield for each claim its status, its text and when it holds."""
     for row in rows:
         source = f"{row.source}; " if row.source else ""
-        text = f"{label(row.status).text:<9}  {row.id}: {row.text} ({source}{row.brief or row.detail})"
+        text = (
+            f"{label(row.status).text:<9}  {row.id}: {row.text} ({source}{row.brief or row.detail})"
+        )
         yield from wrap(text, "  ", 11, width, None)
     counts = Counter(str(row.status) for row in rows)
     parts = ", ".join(f"{counts[name]} {label(name).text}" for name in STATUSES if counts[name])
@@ -203,18 +269,33 @@ def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
     values = {name: sorted({cell[name] for cell in cells}) for name in ("model", "strategy")}
     plural = {"model": "models", "strategy": "strategies"}
     return " / ".join(
-        ", ".join(names) if len(names) < 3 else f"{len(names)} {plural[name]}" for name, names in values.items()
+        ", ".join(names) if len(names) < 3 else f"{len(names)} {plural[name]}"
+        for name, names in values.items()
     )
 
 
 def doctor_lines(rows: Sequence[Mapping[str, Any]], where: str, width: int) -> Iterator[str]:
-    """Yield the cases that run, then cells and variants that do not, by reason. ``rows``: case, simulated, runs,
-    reason, skipped_variants (name -> reason). ``where``: "here", or the hardware that was planned instead."""
+    """Yield the cases that run, then cells and variants that do not, by reason. ``rows``: case,
+    simulated, runs, reason, skipped_variants (name -> reason). ``where``: "here", or the hardware
+    that was planned instead."""
     partly = {row["case"] for row in rows if not row["runs"] or row["skipped_variants"]}
-    whole = dict.fromkeys(named(row["case"], row["simulated"]) for row in rows if row["case"] not in partly)
+    whole = dict.fromkeys(
+        named(row["case"], row["simulated"]) for row in rows if row["case"] not in partly
+    )
     if whole:
-        yield from ("", *wrap(f"All variants run {where}: {', '.join(whole)}", width=width, most=None))
+        yield from (
+            "",
+            *wrap(f"All variants run {where}: {', '.join(whole)}", width=width, most=None),
+        )
     skipped = [(row["reason"], row["case"]) for row in rows if not row["runs"]]
-    skipped += [(reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()]
+    skipped += [
+        (reason, f"{row['case']}/{name}")
+        for row in rows
+        for name, reason in row["skipped_variants"].items()
+    ]
     if skipped:
-        yield from ("", f"These cells, or variants of cells, cannot run {where}:", *by_reason(skipped, width))
+        yield from (
+            "",
+            f"These cells, or variants of cells, cannot run {where}:",
+            *by_reason(skipped, width),
+        )

@@ -1,8 +1,10 @@
-"""Stored measurements -> expectations, each with the range of releases over which it was measured. Pure.
+"""Stored measurements -> expectations, each with the range of releases over which it was measured.
+Pure.
 
-Measurements of one cell that differ in the release of one package only form a line, for example a version map.
-Neighbors on it with the same verdicts and failures make one expectation, which names the first and the last of them. It
-holds for whole minor releases, unless the line shows another result within one.
+Measurements of one cell that differ in the release of one package only form a line, for example a
+version map. Neighbors on it with the same verdicts and failures make one expectation, which names
+the first and the last of them. It holds for whole minor releases, unless the line shows another
+result within one.
 
 The exit code of a run says whether its results are the expected ones.
 """
@@ -34,7 +36,8 @@ release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is publi
 
 @dataclass(frozen=True)
 class Measured:
-    """What one document shows. Without verdicts (nothing stable) it ends a range and begins none."""
+    """What one document shows. Without verdicts (nothing stable) it ends a range and begins
+    none."""
 
     place: str  # hardware, stack and cell
     where: str  # the cell's axes
@@ -43,42 +46,63 @@ class Measured:
     verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
     own_stack: bool = False  # of variants that name a stack of their own
     failure_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    capabilities: Mapping[str, Any] = field(default_factory=dict, hash=False)  # that these variants depend on
+    capabilities: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # that these variants depend on
 
     @property
     def answer(self) -> Any:
-        return sorted(self.verdicts.items()), sorted(self.failure_ids.items()), sorted(self.capabilities.items())
+        return (
+            sorted(self.verdicts.items()),
+            sorted(self.failure_ids.items()),
+            sorted(self.capabilities.items()),
+        )
 
 
 def measured(case: Case, document: Cell, place: str) -> list[Measured]:
-    """Return what a document shows: of the variants that follow the stack, and apart from them of those that name their
-    own, which a version map leaves out."""
-    stored = {name: verdict for name, verdict in document["verdicts"].items() if _is_stable(verdict)}
+    """Return what a document shows: of the variants that follow the stack, and apart from them of
+    those that name their own, which a version map leaves out."""
+    stored = {
+        name: verdict for name, verdict in document["verdicts"].items() if _is_stable(verdict)
+    }
     known, found = document["hardware"].get("capabilities", {}), []
     for own_stack in (False, True):
-        names = [name for name in stored if bool(name in case.variants and case.variants[name].stack) == own_stack]
+        names = [
+            name
+            for name in stored
+            if bool(name in case.variants and case.variants[name].stack) == own_stack
+        ]
         if own_stack and not names:
             continue
         failures = {
-            name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ())) for name in names
+            name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ()))
+            for name in names
         }
         if names and not own_stack and (unfixed := document["variants"].get("unfixed")):
             outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in unfixed["attempts"]]
             failures["unfixed"] = tuple(map(str, all_failure_ids(case.slug, outcomes)))
         needed = {fact for name in names for fact in depends_on_capabilities(case, name)}
-        found.append(Measured(
-            place, document["params"], kind_of(document["hardware"]), upstream(document),
-            {name: as_expected(stored[name]["name"]) for name in names}, own_stack,
-            {name: listed for name, listed in failures.items() if listed},
-            {fact: value for fact, value in known.items() if fact in needed},
-        ))  # fmt: skip
+        found.append(
+            Measured(
+                place,
+                document["params"],
+                kind_of(document["hardware"]),
+                upstream(document),
+                {name: as_expected(stored[name]["name"]) for name in names},
+                own_stack,
+                {name: listed for name, listed in failures.items() if listed},
+                {fact: value for fact, value in known.items() if fact in needed},
+            )
+        )
     return found
 
 
 def _is_stable(verdict: Mapping[str, Any]) -> bool:
     """Whether it can be expected: a control may fail only by failures of the catalog."""
     causes = [each.get("case") for each in verdict.get("failure_ids", ())]
-    return verdict["name"] not in UNSTABLE and (verdict["name"] != "FAILED" or bool(causes and all(causes)))
+    return verdict["name"] not in UNSTABLE and (
+        verdict["name"] != "FAILED" or bool(causes and all(causes))
+    )
 
 
 def upstream(document: Cell) -> dict[str, Version]:
@@ -88,13 +112,17 @@ def upstream(document: Cell) -> dict[str, Version]:
 
 
 def is_whole(case: Case, document: Cell) -> bool:
-    """Whether all variants that follow the stack were measured, or skipped with a reason: not by a search for one."""
-    return all(name in document["variants"] for name, variant in case.variants.items() if not variant.stack)
+    """Whether all variants that follow the stack were measured, or skipped with a reason: not by a
+    search for one."""
+    return all(
+        name in document["variants"] for name, variant in case.variants.items() if not variant.stack
+    )
 
 
 @dataclass(frozen=True)
 class Range:
-    """Neighbors on a line with the same verdicts; ``versions`` are the releases that they stand for."""
+    """Neighbors on a line with the same verdicts; ``versions`` are the releases that they stand
+    for."""
 
     members: tuple[Measured, ...]
     versions: Mapping[str, str] = field(hash=False)
@@ -103,8 +131,10 @@ class Range:
     @property
     def ends(self) -> list[dict[str, str]]:
         """The releases with which the first and the last were measured."""
-        ends = [{name: str(version) for name, version in sorted(end.versions.items())}
-                for end in (self.members[0], self.members[-1])]  # fmt: skip
+        ends = [
+            {name: str(version) for name, version in sorted(end.versions.items())}
+            for end in (self.members[0], self.members[-1])
+        ]
         return ends[:1] if ends[0] == ends[1] else ends
 
 
@@ -117,40 +147,58 @@ def ranges(found: Iterable[Measured]) -> list[Range]:
             above = groups[index + 1][0].versions.get(package) if index + 1 < len(groups) else None
             last = group[-1].versions
             versions = {
-                name: _range(version, last[name], *((below, above) if name == package else (None, None)))
+                name: _range(
+                    version, last[name], *((below, above) if name == package else (None, None))
+                )
                 for name, version in group[0].versions.items()
             }
             out.append(Range(tuple(group), versions, alone=len(groups) == 1))
     return out
 
 
-def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectation] = ()) -> list[Expectation]:
-    """Return one entry for cells that agree in verdicts and ranges and were measured with the same releases. An entry
-    that has not changed keeps its old reason."""
+def expectations(
+    found: Iterable[Measured], reason: str, old: Sequence[Expectation] = ()
+) -> list[Expectation]:
+    """Return one entry for cells that agree in verdicts and ranges and were measured with the same
+    releases. An entry that has not changed keeps its old reason."""
     grouped: dict[str, dict[str, Any]] = {}
     for each in ranges(found):
         first = each.members[0]
         if first.verdicts:
             key = repr((first.answer, sorted(each.versions.items()), each.ends, first.hardware))
-            ids = {name: list(listed) if len(listed) > 1 else listed[0] for name, listed in first.failure_ids.items()}
-            entry = {"verdicts": dict(first.verdicts), "failure_ids": ids, "cells": [], "hardware": first.hardware,
-                     "capabilities": dict(first.capabilities), "versions": dict(each.versions),
-                     "measured_at": each.ends, "reason": reason}  # fmt: skip
+            ids = {
+                name: list(listed) if len(listed) > 1 else listed[0]
+                for name, listed in first.failure_ids.items()
+            }
+            entry = {
+                "verdicts": dict(first.verdicts),
+                "failure_ids": ids,
+                "cells": [],
+                "hardware": first.hardware,
+                "capabilities": dict(first.capabilities),
+                "versions": dict(each.versions),
+                "measured_at": each.ends,
+                "reason": reason,
+            }
             grouped.setdefault(key, entry)["cells"].append(first.where)
     entries = [Expectation(**entry) for entry in grouped.values()]
     reasons = {_without_reason(entry): entry.reason for entry in old}
-    return [entry.model_copy(update={"reason": reasons.get(_without_reason(entry), reason)}) for entry in entries]
+    return [
+        entry.model_copy(update={"reason": reasons.get(_without_reason(entry), reason)})
+        for entry in entries
+    ]
 
 
 def unsupported(case: Case, documents: Mapping[str, Cell]) -> list[str]:
-    """Name the expectations that the stored results do not show: a cell, releases, a verdict or a failure.
+    """Name the expectations that the stored results do not show: a cell, releases, a verdict or a
+    failure.
 
     ``documents``: all that are published of this case, by their place, graded anew.
     """
     shown = set(map(_without_reason, expectations(measured_in_order(case, documents), "")))
     return [
-        f"{case.slug}: {', '.join(entry.cells)} on {entry.hardware}, measured at {entry.measured_at}: "
-        f"no stored results show {dict(entry.verdicts)}"
+        f"{case.slug}: {', '.join(entry.cells)} on {entry.hardware}, measured at"
+        f" {entry.measured_at}: no stored results show {dict(entry.verdicts)}"
         for entry in case.expect
         if _without_reason(entry) not in shown
     ]
@@ -168,12 +216,14 @@ def _without_reason(entry: Expectation) -> str:
 
 
 def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
-    """Yield (the package whose release differs, measurements by that release). Each measurement is on its longest
-    line."""
+    """Yield (the package whose release differs, measurements by that release). Each measurement is
+    on its longest line."""
     lines: dict[tuple[str, str], list[Measured]] = {}
     for item in found:
         for package in item.versions:
-            others = sorted((name, str(version)) for name, version in item.versions.items() if name != package)
+            others = sorted(
+                (name, str(version)) for name, version in item.versions.items() if name != package
+            )
             key = package, f"{item.where} {item.hardware} {item.own_stack} {others}"
             lines.setdefault(key, []).append(item)
     left = {(item.place, item.own_stack): item for item in found}
@@ -185,9 +235,18 @@ def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
 
 
 def _range(first: Version, last: Version, below: Version | None, above: Version | None) -> str:
-    """Return the releases from the first to the last, in whole minor ones where the line's neighbors lie in others."""
-    low = f">={first.public}" if below is not None and _minor(below) == _minor(first) else f">={_minor(first)}"
-    high = f"<={last.public}" if above is not None and _minor(above) == _minor(last) else f"<{_minor(last, 1)}"
+    """Return the releases from the first to the last, in whole minor ones where the line's
+    neighbors lie in others."""
+    low = (
+        f">={first.public}"
+        if below is not None and _minor(below) == _minor(first)
+        else f">={_minor(first)}"
+    )
+    high = (
+        f"<={last.public}"
+        if above is not None and _minor(above) == _minor(last)
+        else f"<{_minor(last, 1)}"
+    )
     return f"{low},{high}"
 
 
@@ -199,8 +258,9 @@ def _minor(version: Version, plus: int = 0) -> str:
 
 
 def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) -> ExitCode:
-    """Return DIFFERS for a result that differs from its expectation, else INCOMPLETE where less was measured than
-    requested: attempts without evidence, cells without a comparison, or too much that nothing confirms."""
+    """Return DIFFERS for a result that differs from its expectation, else INCOMPLETE where less was
+    measured than requested: attempts without evidence, cells without a comparison, or too much that
+    nothing confirms."""
     if any(row.state == "unexpected" for row in rows):
         return ExitCode.DIFFERS
     measured = {row.cell for row in rows if row.attempts and row.complete}
@@ -209,43 +269,67 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
 
 
 def lacking(rows: Sequence[Row]) -> list[Row]:
-    """Return variants with attempts that gave no evidence, those of cells without an end or a comparison, and what
-    differs from a prediction; also what nothing confirms of GPUs' results, where that is more than half of them."""
+    """Return variants with attempts that gave no evidence, those of cells without an end or a
+    comparison, and what differs from a prediction; also what nothing confirms of GPUs' results,
+    where that is more than half of them."""
     # A build that failed is no property of the stack: another try, or a compiler, would measure it.
-    lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete]
-    on_gpus = [row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
-    unconfirmed = [row for row in on_gpus if row.state not in (*CONFIRMED, "unexpected", "quarantined")]
+    lost = [
+        row
+        for row in rows
+        if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete
+    ]
+    on_gpus = [
+        row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"
+    ]
+    unconfirmed = [
+        row for row in on_gpus if row.state not in (*CONFIRMED, "unexpected", "quarantined")
+    ]
     differs = [row for row in rows if row.state in DIFFERS_FROM_PREDICTION]
-    return lost + uncompared_failures(rows) + differs + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
+    return (
+        lost
+        + uncompared_failures(rows)
+        + differs
+        + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
+    )
 
 
 def is_unanswered(row: Row) -> bool:
-    """Whether a variant ran and gave no evidence or no verdict; what an expectation accepts is left out."""
+    """Whether a variant ran and gave no evidence or no verdict; what an expectation accepts is left
+    out."""
     no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
     return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
 
 
 def bisect_exit(rows: Iterable[Row]) -> int:
-    """Return the exit code for `git bisect run`: 1 the known failure reproduces, 0 it does not, 125 it is unknown."""
+    """Return the exit code for `git bisect run`: 1 the known failure reproduces, 0 it does not, 125
+    it is unknown."""
     outcomes = {attempt.outcome for row in rows if row.first for attempt in row.attempts}
     return 1 if "reproduced" in outcomes else 0 if outcomes == {"passed"} else 125
 
 
 def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
-    """Return unfixed variants that failed with another error than the known one, where nothing tells more: no other
-    variant gave an answer, or all attempts of all variants failed with the same error, which is not expected. The
-    settings then made no difference, so the cell shows nothing of the failure or its fixes."""
+    """Return unfixed variants that failed with another error than the known one, where nothing
+    tells more: no other variant gave an answer, or all attempts of all variants failed with the
+    same error, which is not expected. The settings then made no difference, so the cell shows
+    nothing of the failure or its fixes."""
     found, cells = [], defaultdict(list)
     for row in rows:
         if row.attempts:
             cells[row.cell].append(row)
     for cell in cells.values():
         answers = [row for row in cell if row.evidence_attempts]
-        errors = {each.failures if each.outcome == "other_failure" else () for row in answers
-                  for each in row.evidence_attempts}  # fmt: skip
+        errors = {
+            each.failures if each.outcome == "other_failure" else ()
+            for row in answers
+            for each in row.evidence_attempts
+        }
         same = len(answers) > 1 and len(errors) == 1 and errors != {()}
         expected = {str(row.state) for row in answers if row.verdict} <= CONFIRMED
         if (same and not expected) or not any(row.verdict and row.measured for row in cell):
             unfixed = (row for row in cell if row.variant == "unfixed")
-            found += [row for row in unfixed if row.counts.keys() - {"reproduced", "passed", "infra_error"}]
+            found += [
+                row
+                for row in unfixed
+                if row.counts.keys() - {"reproduced", "passed", "infra_error"}
+            ]
     return found

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from repro_matrix.records.outcome import StoredOutcome
 
 TEXT = 160  # characters
-# What differs from run to run in the same message: addresses in memory and on the network, folders, temporary names.
+# What differs from run to run in the same message: addresses in memory and on the network, folders,
+# temporary names.
 _VARYING = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),
@@ -27,7 +28,8 @@ def comparable_text(message: str) -> str:
 
 
 def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
-    """Return the known failure's text where an attempt reproduced it, else a hang's, else the most frequent one."""
+    """Return the known failure's text where an attempt reproduced it, else a hang's, else the most
+    frequent one."""
     for name in ("reproduced", "hang", "other_failure"):
         texts = Counter(_message(case, each) for each in outcomes if each["outcome"] == name)
         if texts:
@@ -36,10 +38,15 @@ def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
 
 
 def _message(case: str, outcome: StoredOutcome) -> str:
-    """Return a failure's message, with its type where it was an exception of the rank that the outcome names."""
+    """Return a failure's message, with its type where it was an exception of the rank that the
+    outcome names."""
     known = next((item for item in outcome["recognized"] if item["case"] == case), None)
     primary = outcome["primary"]
-    message = (known["message"] if known else "") or (primary["message"] if primary else "") or outcome["reason"]
+    message = (
+        (known["message"] if known else "")
+        or (primary["message"] if primary else "")
+        or outcome["reason"]
+    )
     # The message's size may depend on the rank, and which rank was first is chance.
     same = primary is not None and (known is None or primary["rank"] in known["ranks"])
     if primary and same and primary.get("kind", "exception") == "exception":

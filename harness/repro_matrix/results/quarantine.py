@@ -1,8 +1,9 @@
-"""Differences that are accepted until a date: ``results/quarantine.yaml``, reviewed as any other file.
+"""Differences that are accepted until a date: ``results/quarantine.yaml``, reviewed as any other
+file.
 
-A quarantined variant that differs from its expectation does not make a run fail until the date; every summary lists it
-with its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never
-quarantined.
+A quarantined variant that differs from its expectation does not make a run fail until the date;
+every summary lists it with its owner. Afterwards it counts as before, and the entry itself is an
+error. What could not be measured is never quarantined.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ AT_MOST = timedelta(days=366)  # ahead of today
 
 
 class Quarantine(Strict):
-    """``cell``: case/model-strategy[-name=value...], as a row's cell id. ``variant``: None for all of its variants."""
+    """``cell``: case/model-strategy[-name=value...], as a row's cell id. ``variant``: None for all
+    of its variants."""
 
     cell: str = Field(min_length=1)
     variant: str | None = None
@@ -44,7 +46,10 @@ class Quarantine(Strict):
         return f"{self.cell}{variant}, {self.owner} until {self.until}: {self.reason}"
 
     def describe_expired(self) -> str:
-        return f"{file()}: entry expired: {self.describe()}. Fix the failure, extend the date, or delete the entry."
+        return (
+            f"{file()}: entry expired: {self.describe()}. Fix the failure, extend the date, or"
+            " delete the entry."
+        )
 
 
 class _File(Strict):
@@ -56,7 +61,8 @@ def file() -> Path:
 
 
 def read() -> Sequence[Quarantine]:
-    """Return the entries; none where there is no file. Raise ConfigError naming the file and the key."""
+    """Return the entries; none where there is no file. Raise ConfigError naming the file and the
+    key."""
     path = file()
     entries = parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
     latest = datetime.now(timezone.utc).date() + AT_MOST
@@ -64,14 +70,17 @@ def read() -> Sequence[Quarantine]:
     for number, entry in enumerate(entries):
         place = f"{path}: quarantined.{number}: {entry.cell}"
         if entry.until > latest:
-            raise ConfigError(f"{place}: until {entry.until} is more than a year ahead. Use {latest} or earlier.")
+            raise ConfigError(
+                f"{place}: until {entry.until} is more than a year ahead. Use {latest} or earlier."
+            )
         if counts[entry.cell, entry.variant] > 1:
             raise ConfigError(f"{place} {entry.variant or ''}: quarantined twice. Keep one entry.")
     return entries
 
 
 def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
-    """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest one.
+    """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest
+    one.
 
     The settings after a cell's key (``-ranks=4``) are not checked: wrong ones accept nothing.
     """
@@ -84,7 +93,10 @@ def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
             raise ConfigError(f"{file()}: no cell {entry.cell!r}{nearest(entry.cell, near)}")
         variants = catalogue.cases[case].variants
         if entry.variant is not None and entry.variant not in variants:
-            raise ConfigError(f"{file()}: {entry.cell}: no variant {entry.variant!r}{nearest(entry.variant, variants)}")
+            raise ConfigError(
+                f"{file()}: {entry.cell}: no variant"
+                f" {entry.variant!r}{nearest(entry.variant, variants)}"
+            )
 
 
 def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -> list[Row]:

@@ -1,4 +1,5 @@
-"""A row: one variant of a cell, with everything that reports and comparisons show, computed from a graded document."""
+"""A row: one variant of a cell, with everything that reports and comparisons show, computed from a
+graded document."""
 
 from __future__ import annotations
 
@@ -15,14 +16,20 @@ from pydantic import TypeAdapter
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import as_expected, comparison
-from repro_matrix.grading.observation import NO_RECORD, number, parse_threads, peak_bytes, raised_first
+from repro_matrix.grading.observation import (
+    NO_RECORD,
+    number,
+    parse_threads,
+    peak_bytes,
+    raised_first,
+)
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.attempt import Rank
 from repro_matrix.records.document import Document, Made, kind_of
 from repro_matrix.records.outcome import FailureId, Outcome
 
-# The settings that make two measurements comparable; not the device and its backend, because results of a CPU and a GPU
-# are compared.
+# The settings that make two measurements comparable; not the device and its backend, because
+# results of a CPU and a GPU are compared.
 COMPARED = ("model", "flags", "strategy", "world_size", "tp_size", "steps", "seed")
 
 
@@ -49,7 +56,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Attempt:
-    """``failures``: failure ids as text, or "hang". ``metrics``: of the script, the greatest of all ranks."""
+    """``failures``: failure ids as text, or "hang". ``metrics``: of the script, the greatest of all
+    ranks."""
 
     outcome: str
     reason: str
@@ -63,14 +71,17 @@ class Attempt:
     launcher: str
     metrics: Mapping[str, float]
     blocking: bool = False  # with CUDA_LAUNCH_BLOCKING=1, after an asynchronous error
-    outcome_without_warning: str | None = None  # its outcome without a failure that is only a remark in a log
+    outcome_without_warning: str | None = (
+        None  # its outcome without a failure that is only a remark in a log
+    )
 
 
 @dataclass(frozen=True)
 class Row:
     """One variant of one cell. Text from ranks is not sanitized: do that where it is shown.
 
-    ``state`` is None for a variant without a verdict (``unfixed``); ``attempts`` is empty for a skipped variant.
+    ``state`` is None for a variant without a verdict (``unfixed``); ``attempts`` is empty for a
+    skipped variant.
     """
 
     cell_id: str  # case/model-strategy...
@@ -83,7 +94,9 @@ class Row:
     strategy: str
     flags: Mapping[str, Any]
     ranks: int
-    overrides: tuple[str, ...]  # name=value: what makes it another measurement than the usual one of this cell
+    overrides: tuple[
+        str, ...
+    ]  # name=value: what makes it another measurement than the usual one of this cell
     scale: str
     weights: str
     params: str  # model/strategy[/flag=value...]: the cell as an expectation names it
@@ -107,7 +120,8 @@ class Row:
     torchrun: str | None
 
     verdict: str | None
-    measured: bool  # an attempt counts; of a variant without a verdict: there is an attempt that is evidence
+    # an attempt counts; of a variant without a verdict: there is an attempt that is evidence
+    measured: bool
     no_evidence: bool  # what was launched is no evidence
     unseen: bool
     failures: tuple[FailureId, ...]  # of the verdict
@@ -118,15 +132,21 @@ class Row:
 
     attempts: tuple[Attempt, ...]
     checks: tuple[Mapping[str, Any], ...]  # of ``_checks``
-    errors: tuple[Mapping[str, Any], ...]  # of ``_errors``: of the rank that failed first, then of the others
-    stacks: Mapping[str, tuple[str, ...]]  # of a hang or a crash: rank -> its main thread's frames, outermost first
+    errors: tuple[
+        Mapping[str, Any], ...
+    ]  # of ``_errors``: of the rank that failed first, then of the others
+    stacks: Mapping[
+        str, tuple[str, ...]
+    ]  # of a hang or a crash: rank -> its main thread's frames, outermost first
     error_at: str | None  # file:line of the failure that came first
 
     evidence: str  # path relative to the results folder, with ":line" in a file of several
     evidence_state: str  # changes when the file of the evidence is written
     graded_by: str  # hash of the grader and of the case's definition
     quarantine: str | None = None  # owner, date and reason, where the state is quarantined
-    nearest: tuple[str, ...] = ()  # the releases that the expectation was measured with, where they are not these
+    nearest: tuple[
+        str, ...
+    ] = ()  # the releases that the expectation was measured with, where they are not these
     beyond: bool = False  # those are not on both sides of these
 
     @property
@@ -148,7 +168,9 @@ class Row:
     @property
     def evidence_attempts(self) -> tuple[Attempt, ...]:
         """The attempts that count."""
-        return tuple(attempt for attempt in self.attempts if attempt.outcome not in verdict.NO_EVIDENCE)
+        return tuple(
+            attempt for attempt in self.attempts if attempt.outcome not in verdict.NO_EVIDENCE
+        )
 
     @property
     def lost_attempts(self) -> int:
@@ -157,7 +179,8 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """``reproduced`` where all attempts agree, else ``reproduced 2/3, passed 1/3``; ``skipped``."""
+        """``reproduced`` where all attempts agree, else ``reproduced 2/3, passed 1/3``;
+        ``skipped``."""
         counts = self.counts
         if len(counts) <= 1:
             return next(iter(counts), "skipped")
@@ -173,12 +196,18 @@ class Row:
         """Name both verdicts, or both failures where the verdicts are the same."""
         same = as_expected(self.wanted) == as_expected(self.verdict or "")
         note = f" ({self.note})" if self.note else ""
-        return f"expected {self.wanted}{' with another failure' * same}, measured {self.verdict}{note}"
+        return (
+            f"expected {self.wanted}{' with another failure' * same}, measured {self.verdict}{note}"
+        )
 
     @property
     def wall_s(self) -> float | None:
         """Median seconds of an attempt."""
-        return statistics.median(attempt.wall_s for attempt in self.attempts) if self.attempts else None
+        return (
+            statistics.median(attempt.wall_s for attempt in self.attempts)
+            if self.attempts
+            else None
+        )
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -197,7 +226,11 @@ def adapter() -> TypeAdapter[Row]:
 
 
 def rows_of(
-    document: Document, cases: Mapping[str, Case], evidence: str = "", state: str = "", graded_by: str = ""
+    document: Document,
+    cases: Mapping[str, Case],
+    evidence: str = "",
+    state: str = "",
+    graded_by: str = "",
 ) -> list[Row]:
     """Return a row per variant of a graded document, ``unfixed`` first."""
     hardware, stack, made = document["hardware"], document["stack"], document["provenance"]
@@ -220,7 +253,10 @@ def rows_of(
         "evidence_state": state,
         "graded_by": graded_by,
     }
-    rows = [{**cell, **_variant(document, name, cases.get(document["case"]))} for name in document["variants"]]
+    rows = [
+        {**cell, **_variant(document, name, cases.get(document["case"]))}
+        for name in document["variants"]
+    ]
     return [compared(adapter().validate_python(row), cases) for row in rows]
 
 
@@ -248,7 +284,11 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "no_evidence": bool(graded.get("infra_error")) or (bool(made) and not evidence),
         "unseen": bool(graded.get("unseen")),
         "failures": graded.get("failure_ids", ()),
-        "reason": variant["skipped"] or graded.get("reason") or (made[0]["outcome"]["reason"] if made else ""),
+        "reason": (
+            variant["skipped"]
+            or graded.get("reason")
+            or (made[0]["outcome"]["reason"] if made else "")
+        ),
         "state": graded.get("expected", "no_expectation") if graded else None,
         "expected_verdict": graded.get("expectation"),
         "note": graded.get("failure_note", ""),
@@ -263,7 +303,8 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
 
 
 def compared(row: Row, cases: Mapping[str, Case]) -> Row:
-    """Return the row with what the catalog says of its variant, and how its verdict compares with what is expected."""
+    """Return the row with what the catalog says of its variant, and how its verdict compares with
+    what is expected."""
     case = cases.get(row.case)
     variant = case.variants.get(row.variant) if case else None
     role = variant.role if variant else "unfixed" if row.first else "probe"
@@ -271,11 +312,21 @@ def compared(row: Row, cases: Mapping[str, Case]) -> Row:
     if row.verdict is None or case is None:
         return row
     graded = verdict.Verdict(
-        cast(Any, row.verdict), row.reason, fix_k=row.counts["passed"], fix_n=len(row.evidence_attempts),
-        measured=row.measured, failure_ids=row.failures,
-    )  # fmt: skip
+        cast(Any, row.verdict),
+        row.reason,
+        fix_k=row.counts["passed"],
+        fix_n=len(row.evidence_attempts),
+        measured=row.measured,
+        failure_ids=row.failures,
+    )
     found = comparison(
-        case, row.params, row.variant, graded, row.stack.versions, row.hardware.kind, row.hardware.capabilities
+        case,
+        row.params,
+        row.variant,
+        graded,
+        row.stack.versions,
+        row.hardware.kind,
+        row.hardware.capabilities,
     )
     names = {"expected": "state", "expectation": "expected_verdict", "failure_note": "note"}
     return replace(row, **{names.get(name, name): value for name, value in found.items()})
@@ -298,7 +349,9 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
         **launched,
         **outcome,
         "failures": failures or (["hang"] if outcome["outcome"] == "hang" else []),
-        "finished": bool(records) and all(record is not None and record["done"] for record in records),
+        "finished": (
+            bool(records) and all(record is not None and record["done"] for record in records)
+        ),
         "retry": bool(launched.get("retry_of")),
         "peak_rss_mb": greatest.get("peak_rss_mb"),
         "peak_gpu_mb": greatest.get("peak_gpu_mb"),
@@ -312,7 +365,10 @@ def _checks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
     for rank in ranks:
         record = rank["record"] or NO_RECORD
         for check in record["checks"]:
-            values = {name: _shorten(check.get(name)) for name in ("name", "actual", "expected", "tolerance")}
+            values = {
+                name: _shorten(check.get(name))
+                for name in ("name", "actual", "expected", "tolerance")
+            }
             values["state"] = checks.evaluate(check, number(record.get("done_at"))).state
             entry = {**values, "subject": str(check.get("subject") or "")[:200]}
             found.setdefault(repr(entry), {**entry, "ranks": []})["ranks"].append(rank["rank"])
@@ -334,13 +390,20 @@ def _errors(made: Made) -> list[dict[str, Any]]:
         if not raised and ended == "finished":
             continue
         frames = [
-            f"{'.'.join(filter(None, (frame['module'], frame['function'])))}:{frame['line']}  {frame.get('code') or ''}"
+            f"{'.'.join(filter(None, (frame['module'], frame['function'])))}:{frame['line']} "
+            f" {frame.get('code') or ''}"
             for frame in (raised["frames"][-6:] if raised else ())
         ]
-        error = {"type": raised["type"], "message": raised["message"][:600]} if raised else {"type": "", "message": ""}
+        error = (
+            {"type": raised["type"], "message": raised["message"][:600]}
+            if raised
+            else {"type": "", "message": ""}
+        )
         entry = {"ended": ended, **error, "frames": [frame.strip()[:300] for frame in frames]}
         log = rank["log_tail"][-800:]
-        found.setdefault(repr(entry), {**entry, "ranks": [], "log": log})["ranks"].append(rank["rank"])
+        found.setdefault(repr(entry), {**entry, "ranks": [], "log": log})["ranks"].append(
+            rank["rank"]
+        )
     return list(found.values())[:4]
 
 
@@ -358,17 +421,24 @@ def _ended(rank: Rank) -> str:
 
 def _stacks(ranks: Sequence[Rank]) -> dict[str, list[str]]:
     """Return the main thread of each rank whose stack was recorded."""
-    threads = {str(rank["rank"]): parse_threads((rank["stack"] or "")[:200_000]) for rank in ranks[:16]}
+    threads = {
+        str(rank["rank"]): parse_threads((rank["stack"] or "")[:200_000]) for rank in ranks[:16]
+    }
     return {rank: list(found[0].lines[:60][::-1]) for rank, found in threads.items() if found}
 
 
 def error_at(attempts: Iterable[Made]) -> str | None:
-    """Return ``file:line`` of the innermost frame of the failure that came first, in the first attempt that has one."""
+    """Return ``file:line`` of the innermost frame of the failure that came first, in the first
+    attempt that has one."""
     for attempt in attempts:
         primary = attempt["outcome"]["primary"]
         for rank in attempt["observation"]["ranks"] if primary else ():
             raised = raised_first(rank["record"] or NO_RECORD)
             if primary and rank["rank"] == primary["rank"] and raised and raised["frames"]:
                 frame = raised["frames"][-1]
-                return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]
+                return (
+                    f"{frame['file']}:{frame['line']}"
+                    if frame["line"] is not None
+                    else frame["file"]
+                )
     return None

@@ -1,8 +1,10 @@
-"""Folders of results: one for each run of the matrix below ``results/scratch``, and those of searches.
+"""Folders of results: one for each run of the matrix below ``results/scratch``, and those of
+searches.
 
-``latest`` points at the last run; a folder of runs stands for it (``of``). When a run begins, all but the last ``KEPT``
-runs are removed, except those that a process writes. Searches have one folder, which is never removed. A shard of a run
-has its manifest in its folder, which `repro merge` checks.
+``latest`` points at the last run; a folder of runs stands for it (``of``). When a run begins, all
+but the last ``KEPT``
+runs are removed, except those that a process writes. Searches have one folder, which is never
+removed. A shard of a run has its manifest in its folder, which `repro merge` checks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
 from repro_matrix.results.rows import Row, adapter
-from repro_matrix.results.store import ENDED, LATEST, LOCK, MANIFEST, SUMMARY, UNFINISHED, Store, cannot_write
+from repro_matrix.results.store import (
+    ENDED,
+    LATEST,
+    LOCK,
+    MANIFEST,
+    SUMMARY,
+    UNFINISHED,
+    Store,
+    cannot_write,
+)
 from repro_matrix.results.summary import evidence_states, load_rows, stored_rows
 
 SEARCHES = "searches"
@@ -40,10 +51,10 @@ LOOK_BACK = 5  # runs whose results count as the history of a cell
 
 @dataclass(frozen=True)
 class Run:
-    """``texts``: the command line's overrides. ``left``: cells that its time limit left out, "hardware stack key"; None
-    where that is unknown. ``stacks``: all packages of each stack. ``project``: the folder of the checkout or project
-    that measured it. ``written``: when its manifest was written last: at its end. ``exit_code``: None where it did not
-    get that far."""
+    """``texts``: the command line's overrides. ``left``: cells that its time limit left out,
+    "hardware stack key"; None where that is unknown. ``stacks``: all packages of each stack.
+    ``project``: the folder of the checkout or project that measured it. ``written``: when its
+    manifest was written last: at its end. ``exit_code``: None where it did not get that far."""
 
     folder: Path
     texts: tuple[str, ...]
@@ -66,8 +77,8 @@ def scratch() -> Path:
 
 
 def results_folder(settings: RunSettings) -> Path:
-    """Return where results are written: ``results=``, which a run of the matrix sets to its own folder, else the folder
-    of searches."""
+    """Return where results are written: ``results=``, which a run of the matrix sets to its own
+    folder, else the folder of searches."""
     return Path(settings.results).expanduser() if settings.results else scratch() / SEARCHES
 
 
@@ -83,7 +94,8 @@ def last_run(folder: Path) -> Path:
 
 
 def check_latest(root: Path) -> None:
-    """Raise ResultsError where ``latest`` points at a run whose manifest is damaged: an older run would be used."""
+    """Raise ResultsError where ``latest`` points at a run whose manifest is damaged: an older run
+    would be used."""
     manifest = (root / LATEST).resolve() / MANIFEST
     if manifest.exists() and read(manifest.parent) is None:
         raise ResultsError(f"{manifest}: damaged. Name the folder of a run, or remove that folder.")
@@ -97,11 +109,13 @@ def listed(root: Path) -> list[Run]:
 
 
 def runs_before(folder: Path) -> list[Run]:
-    """Return the runs beside a run that ended before it and that the same checkout or project measured, the oldest
-    first: a folder that ``results=`` names may lie among those of others."""
+    """Return the runs beside a run that ended before it and that the same checkout or project
+    measured, the oldest first: a folder that ``results=`` names may lie among those of others."""
     own = read(folder)
     beside = listed(folder.resolve().parent) if own else []
-    return [run for run in beside if own and run.project == own.project and run.written < own.written]
+    return [
+        run for run in beside if own and run.project == own.project and run.written < own.written
+    ]
 
 
 def read(folder: Path) -> Run | None:
@@ -110,13 +124,21 @@ def read(folder: Path) -> Run | None:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         left = tuple(map(str, data["left"])) if "left" in data else None
         made = str(data.get("project", "")), float(data.get("written", 0.0)), data.get("exit_code")
-        return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left, data.get("stacks", {}), *made)
+        return Run(
+            folder,
+            tuple(map(str, data["texts"])),
+            str(data["state"]),
+            left,
+            data.get("stacks", {}),
+            *made,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def begin(root: Path, texts: Sequence[str]) -> Path:
-    """Create a new run's folder, let ``latest`` point at it and remove the oldest runs. Raises ResultsError."""
+    """Create a new run's folder, let ``latest`` point at it and remove the oldest runs. Raises
+    ResultsError."""
     name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -132,26 +154,42 @@ def begin(root: Path, texts: Sequence[str]) -> Path:
 
 
 def store_exit_code(folder: Path, code: int) -> None:
-    """Add the exit code to a run's manifest: whether it passed decides what later runs are compared with."""
+    """Add the exit code to a run's manifest: whether it passed decides what later runs are compared
+    with."""
     with contextlib.suppress(OSError, ValueError):
         path = folder / MANIFEST
-        write_text(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"exit_code": code}))
+        write_text(
+            path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"exit_code": code})
+        )
 
 
 def note(
-    folder: Path, texts: Sequence[str], state: str, left: Sequence[str] | None = None,
-    stacks: Mapping[str, Mapping[str, str]] | None = None, planned: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Write the manifest: what was requested, and whether all of it was measured. ``left``, ``stacks``: see ``Run``.
-    ``planned``: cells as in ``left``; a reader names those without a result (``summary.load_rows``)."""
-    data = {"schema": 1, "texts": list(texts), "state": state, "stacks": stacks or {}, "planned": list(planned)}
+    folder: Path,
+    texts: Sequence[str],
+    state: str,
+    left: Sequence[str] | None = None,
+    stacks: Mapping[str, Mapping[str, str]] | None = None,
+    planned: Sequence[str] = (),
+) -> None:
+    """Write the manifest: what was requested, and whether all of it was measured. ``left``,
+    ``stacks``: see ``Run``.
+    ``planned``: cells as in ``left``; a reader names those without a result
+    (``summary.load_rows``)."""
+    data = {
+        "schema": 1,
+        "texts": list(texts),
+        "state": state,
+        "stacks": stacks or {},
+        "planned": list(planned),
+    }
     data |= {"project": str(project.current().folder), "written": time.time()}
     data |= {} if left is None else {"left": list(left)}
     write_text(folder / MANIFEST, json.dumps(data) + "\n")
 
 
 def point(folder: Path) -> None:
-    """Let ``latest`` point at a run. Where links cannot be created, the last name is the last run."""
+    """Let ``latest`` point at a run. Where links cannot be created, the last name is the last
+    run."""
     link = folder.parent / f".{LATEST}-{os.getpid()}"
     with contextlib.suppress(OSError):
         link.unlink(missing_ok=True)
@@ -187,11 +225,13 @@ def in_use(folder: Path) -> bool:
         return isinstance(error, Timeout)
 
 
-def measured_rows(settings: RunSettings | None = None, published: list[Row] | None = None) -> list[Row]:
+def measured_rows(
+    settings: RunSettings | None = None, published: list[Row] | None = None
+) -> list[Row]:
     """Return the stored rows of earlier measurements, with the grading that they were stored with.
 
-    They are the published ones (``published``, where they were read before) and, with ``settings``, those of that run's
-    folder and, where it is one of scratch/, of the last runs before it.
+    They are the published ones (``published``, where they were read before) and, with ``settings``,
+    those of that run's folder and, where it is one of scratch/, of the last runs before it.
     """
     folders = list(project.published()) if published is None else []
     if settings is not None:
@@ -199,15 +239,29 @@ def measured_rows(settings: RunSettings | None = None, published: list[Row] | No
         if folders[-1].parent.resolve() == scratch().resolve():
             folders += [run.folder for run in listed(scratch())[-LOOK_BACK:]]
     stored = [stored_rows(folder, []) for folder in dict.fromkeys(map(Path.resolve, folders))]
-    return [*(published or ()), *(row for cells in stored for rows in cells.values() for row in rows)]
+    return [
+        *(published or ()),
+        *(row for cells in stored for rows in cells.values() for row in rows),
+    ]
 
 
-def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path, notes: list[str]) -> list[Row]:
-    """Return the stored rows, published and of all runs and searches, of stacks with one of these sets of versions of
-    torch and transformers. ``folder``: another one to read. ``notes`` gets what cannot be read."""
+def rows_of_stacks(
+    stacks: Sequence[Mapping[str, str]], folder: Path, notes: list[str]
+) -> list[Row]:
+    """Return the stored rows, published and of all runs and searches, of stacks with one of these
+    sets of versions of torch and transformers. ``folder``: another one to read. ``notes`` gets what
+    cannot be read."""
     pins = ("torch", "transformers")
-    wanted = [[f'"{n}":"{each[n].partition("+")[0]}'.encode() for n in pins if n in each] for each in stacks]
-    folders = [*project.published(), *(run.folder for run in listed(scratch())), scratch() / SEARCHES, folder]
+    wanted = [
+        [f'"{n}":"{each[n].partition("+")[0]}'.encode() for n in pins if n in each]
+        for each in stacks
+    ]
+    folders = [
+        *project.published(),
+        *(run.folder for run in listed(scratch())),
+        scratch() / SEARCHES,
+        folder,
+    ]
 
     def of_stacks(line: bytes) -> bool:  # most lines are of others, and reading a row takes time
         return any(all(pin in line for pin in each) for each in wanted)
@@ -216,8 +270,8 @@ def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path, notes: lis
 
 
 def rows_of_cases(slugs: Collection[str]) -> list[Row]:
-    """Return the stored rows of these cases and of all controls, with the grading that they were stored with: of the
-    last run, of searches and the published ones. Other rows are not parsed."""
+    """Return the stored rows of these cases and of all controls, with the grading that they were
+    stored with: of the last run, of searches and the published ones. Other rows are not parsed."""
     wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
     folders = last_run(scratch()), scratch() / SEARCHES, *project.published()
     return _rows(folders, lambda line: any(each in line[:HEAD] for each in wanted), [])
@@ -235,22 +289,31 @@ def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool], notes: list[
     return found
 
 
-def current_rows(folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None) -> list[Row]:
-    """Return the rows of a run; they are computed from its evidence where its summary is edited, or is not of this
-    evidence. ``notes`` gets what cannot be read. ``wanted``: of which lines."""
+def current_rows(
+    folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
+) -> list[Row]:
+    """Return the rows of a run; they are computed from its evidence where its summary is edited, or
+    is not of this evidence. ``notes`` gets what cannot be read. ``wanted``: of which lines."""
     edited: list[str] = []
     cells = stored_rows(folder, edited, wanted)
     if not edited and _is_of_its_evidence(folder):
         return list(chain.from_iterable(cells.values()))
-    return [row for row in load_rows(folder, notes=notes) if wanted is None or wanted(adapter().dump_json(row))]
+    return [
+        row
+        for row in load_rows(folder, notes=notes)
+        if wanted is None or wanted(adapter().dump_json(row))
+    ]
 
 
 def _is_of_its_evidence(folder: Path) -> bool:
-    """Whether the summary of a run lists each file of evidence as it is, and no other. A reader of a run that had not
-    ended may have written it, so times do not tell."""
+    """Whether the summary of a run lists each file of evidence as it is, and no other. A reader of
+    a run that had not ended may have written it, so times do not tell."""
     states, path = evidence_states(folder), folder / SUMMARY
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    named = set(re.findall(r'"evidence":"([^":]+)', text)), set(re.findall(r'"evidence_state":"(\w+)"', text))
+    named = (
+        set(re.findall(r'"evidence":"([^":]+)', text)),
+        set(re.findall(r'"evidence_state":"(\w+)"', text)),
+    )
     return named[0] == states.keys() and named[1].issuperset(states.values())
 
 
@@ -261,8 +324,15 @@ def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
         if row.variant == "unfixed":
             attempts = [{"outcome": {"outcome": attempt.outcome}} for attempt in row.attempts]
             past: Any = {
-                "stack": {"name": row.stack.name, "versions": row.stack.versions, "changed": list(row.stack.changed)},
-                "hardware": {"accelerator": row.hardware.accelerator, "capabilities": row.hardware.capabilities},
+                "stack": {
+                    "name": row.stack.name,
+                    "versions": row.stack.versions,
+                    "changed": list(row.stack.changed),
+                },
+                "hardware": {
+                    "accelerator": row.hardware.accelerator,
+                    "capabilities": row.hardware.capabilities,
+                },
                 "variants": {"unfixed": {"settings": row.settings, "attempts": attempts}},
             }
             found[row.cell_id].append(past)
@@ -274,8 +344,9 @@ def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """``selection``: the overrides that say what is measured. ``repeat``: case -> attempts of a variant. ``cells``:
-    (hardware, stack, cell id). ``changed``: whether files differed from the commit. ``stacks``: their versions."""
+    """``selection``: the overrides that say what is measured. ``repeat``: case -> attempts of a
+    variant. ``cells``: (hardware, stack, cell id). ``changed``: whether files differed from the
+    commit. ``stacks``: their versions."""
 
     shard: int
     of: int
@@ -294,7 +365,8 @@ def write_manifest(root: Path, manifest: ShardManifest) -> None:
 
 
 def read_manifest(root: Path) -> ShardManifest:
-    """Return the manifest of a results folder. Raises ResultsError: none, several, or it is damaged."""
+    """Return the manifest of a results folder. Raises ResultsError: none, several, or it is
+    damaged."""
     files = sorted(root.glob("shard-*.manifest")) if root.is_dir() else []
     if len(files) != 1:
         raise ResultsError(f"{root}: not the results of one shard. Pass a folder for each shard.")
@@ -307,22 +379,32 @@ def read_manifest(root: Path) -> ShardManifest:
 def missing_shards(manifests: Mapping[str, ShardManifest]) -> list[int]:
     """Return the numbers of the absent shards. ``manifests``: by the folder's name.
 
-    Raises ResultsError where they are not shards of one run: another number of shards, selection, commit or stack; the
-    same shard twice; a cell in two of them.
+    Raises ResultsError where they are not shards of one run: another number of shards, selection,
+    commit or stack; the same shard twice; a cell in two of them.
     """
     (first, one), *others = manifests.items()
     for name, other in others:
-        compared = [(key, getattr(one, key), getattr(other, key)) for key in ("of", "selection", "commit", "changed")]
+        compared = [
+            (key, getattr(one, key), getattr(other, key))
+            for key in ("of", "selection", "commit", "changed")
+        ]
         for stack in one.stacks.keys() & other.stacks.keys():
             before, after = one.stacks[stack], other.stacks[stack]
             packages = sorted({**before, **after})
-            compared += [(f"stack {stack}: {each}", before.get(each), after.get(each)) for each in packages]
+            compared += [
+                (f"stack {stack}: {each}", before.get(each), after.get(each)) for each in packages
+            ]
         for what, old, new in compared:
             if old != new:
-                raise ResultsError(f"not shards of one run: {what} is {old} in {first} and {new} in {name}")
+                raise ResultsError(
+                    f"not shards of one run: {what} is {old} in {first} and {new} in {name}"
+                )
     owners: dict[object, str] = {}
     for name, each in manifests.items():
-        for item in (f"shard {each.shard}/{each.of}", *(f"cell {' '.join(cell)}" for cell in each.cells)):
+        for item in (
+            f"shard {each.shard}/{each.of}",
+            *(f"cell {' '.join(cell)}" for cell in each.cells),
+        ):
             if item in owners:
                 raise ResultsError(f"{item} is in two folders: {owners[item]} and {name}")
             owners[item] = name
@@ -330,10 +412,12 @@ def missing_shards(manifests: Mapping[str, ShardManifest]) -> list[int]:
 
 
 def shard_documents(root: Path, manifest: ShardManifest) -> tuple[dict[Path, Document], list[str]]:
-    """Return the shard's complete documents by their path below the folder, and its cells that have none, in words.
+    """Return the shard's complete documents by their path below the folder, and its cells that have
+    none, in words.
 
-    A document counts where it has the shard's commit and versions, and each variant that was not skipped has as many
-    attempts as the selection requires: the folder may also hold what an earlier run left there.
+    A document counts where it has the shard's commit and versions, and each variant that was not
+    skipped has as many attempts as the selection requires: the folder may also hold what an earlier
+    run left there.
     """
     found: dict[Path, Document] = {}
     lacking: dict[tuple[str, str, str], str] = dict.fromkeys(manifest.cells, "")
@@ -345,7 +429,9 @@ def shard_documents(root: Path, manifest: ShardManifest) -> tuple[dict[Path, Doc
         if not lacking[cell]:
             del lacking[cell]
             found[Path(document["path"]).relative_to(root)] = document
-    return found, [" ".join(cell) + (f" ({why})" if why else "") for cell, why in sorted(lacking.items())]
+    return found, [
+        " ".join(cell) + (f" ({why})" if why else "") for cell, why in sorted(lacking.items())
+    ]
 
 
 def _difference(document: Document, manifest: ShardManifest) -> str:
@@ -354,8 +440,12 @@ def _difference(document: Document, manifest: ShardManifest) -> str:
     if (made["git_commit"], made["git_dirty"]) != (manifest.commit, manifest.changed):
         changed = " with changed files" if made["git_dirty"] else ""
         return f"measured at another commit: {made['git_commit']}{changed}"
-    versions = manifest.stacks.get(document["stack"]["name"], {})  # all packages; a document has the relevant ones
-    if not versions or any(versions.get(name) != version for name, version in document["stack"]["versions"].items()):
+    versions = manifest.stacks.get(
+        document["stack"]["name"], {}
+    )  # all packages; a document has the relevant ones
+    if not versions or any(
+        versions.get(name) != version for name, version in document["stack"]["versions"].items()
+    ):
         return "measured with other versions"
     variants = [variant for variant in document["variants"].values() if not variant["skipped"]]
     least = manifest.repeat.get(document["case"], 1)

@@ -1,8 +1,9 @@
-"""Results on disk: one JSON document for each cell, and the published ones in compressed files of JSON lines.
+"""Results on disk: one JSON document for each cell, and the published ones in compressed files of
+JSON lines.
 
-A run writes ``<root>/<hardware>/<stack>/<case>/<cell>.json``. Files are replaced in one step, and nothing that was
-recorded is lost. The baseline has ``<root>/<hardware>/<stack>.jsonl.zst``: a document per line, sorted by key; every
-line begins with its key. `repro accept` is its only writer.
+A run writes ``<root>/<hardware>/<stack>/<case>/<cell>.json``. Files are replaced in one step, and
+nothing that was recorded is lost. The baseline has ``<root>/<hardware>/<stack>.jsonl.zst``: a
+document per line, sorted by key; every line begins with its key. `repro accept` is its only writer.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ LOCK = ".lock"  # held while a run writes to a folder
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
-    """Return the name of a stack's folder: the versions that people look for, and a key for the rest."""
+    """Return the name of a stack's folder: the versions that people look for, and a key for the
+    rest."""
     parts = [
-        f"{short}{versions[name]}" for name, short in (("torch", "torch"), ("transformers", "tf")) if name in versions
+        f"{short}{versions[name]}"
+        for name, short in (("torch", "torch"), ("transformers", "tf"))
+        if name in versions
     ]
     return re.sub(r"[^A-Za-z0-9.+-]", "_", "-".join([*parts, key[:6]]))
 
@@ -56,12 +60,16 @@ class Store:
         self._lock = FileLock(root / LOCK, timeout=0)
 
     def open(self) -> None:
-        """Lock the folder for writing. Raises ResultsError: it is not writable, or another run writes to it."""
+        """Lock the folder for writing. Raises ResultsError: it is not writable, or another run
+        writes to it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except Timeout:
-            text = f"{self.root}: another run is writing here. Wait for it, or choose another folder: results=DIR"
+            text = (
+                f"{self.root}: another run is writing here. Wait for it, or choose another folder:"
+                " results=DIR"
+            )
             raise ResultsError(text) from None
         except OSError as error:
             raise cannot_write(error, self.root) from None
@@ -73,7 +81,8 @@ class Store:
         return self.root / hardware / label / f"{cell_key}.json"
 
     def save(self, path: Path, document: Document) -> None:
-        """Replace a cell's document in one step; an older one with attempts of another run goes to history/ first."""
+        """Replace a cell's document in one step; an older one with attempts of another run goes to
+        history/ first."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             started = document["provenance"]["started"]
@@ -92,8 +101,8 @@ class Store:
             write_text(kept, path.read_text(encoding="utf-8"))  # nothing else has these attempts
 
     def read(self, path: Path, replacing: bool = False) -> Document | None:
-        """Return a document, or None. What cannot be read is named in ``damaged`` and never deleted; ``replacing``: it
-        is renamed, because a new document takes its place."""
+        """Return a document, or None. What cannot be read is named in ``damaged`` and never
+        deleted; ``replacing``: it is renamed, because a new document takes its place."""
         try:
             return document_at(str(path))
         except FileNotFoundError:
@@ -108,7 +117,8 @@ class Store:
             return None
 
     def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
-        """Yield the documents of these cases (none named: of all) in a fixed order; ``history``: older ones too."""
+        """Yield the documents of these cases (none named: of all) in a fixed order; ``history``:
+        older ones too."""
         try:
             every = list(listed(self.root, history, cases)) if self.root.is_dir() else []
         except OSError as error:
@@ -121,33 +131,42 @@ class Store:
 
 
 class Stored(NamedTuple):
-    """``path``: with ":line" in a file of several. ``case``: by its folder or its line's key; "" of a damaged file."""
+    """``path``: with ":line" in a file of several. ``case``: by its folder or its line's key; "" of
+    a damaged file."""
 
     path: str
     case: str
 
 
 def files(root: Path, history: bool = False) -> Iterator[str]:
-    """Yield the files of evidence in a folder, in a fixed order. ``history``: older ones too. Raises OSError."""
+    """Yield the files of evidence in a folder, in a fixed order. ``history``: older ones too.
+    Raises OSError."""
     for folder, names, found in os.walk(root, onerror=_raise):
-        names[:] = sorted(name for name in names if not name.startswith(".") and (history or name != "history"))
+        names[:] = sorted(
+            name for name in names if not name.startswith(".") and (history or name != "history")
+        )
         for name in sorted(found):
             if name.endswith((".json", LINES)) and not name.startswith((".", SUMMARY)):
                 yield os.path.join(folder, name)
 
 
 def listed(root: Path, history: bool = False, cases: Collection[str] = ()) -> Iterator[Stored]:
-    """Yield the documents of a folder in the order of ``files``. ``cases``: only of these, and each damaged file,
-    because its reader names it."""
+    """Yield the documents of a folder in the order of ``files``. ``cases``: only of these, and each
+    damaged file, because its reader names it."""
     for file in files(root, history):
-        yield from (found for found in documents_in(file) if not cases or found.case in ("", *cases))
+        yield from (
+            found for found in documents_in(file) if not cases or found.case in ("", *cases)
+        )
 
 
 def documents_in(file: str) -> list[Stored]:
     if not file.endswith(LINES):
         return [Stored(file, os.path.basename(os.path.dirname(file)))]
     try:
-        return [Stored(f"{file}:{n}", key_of(line).partition("/")[0]) for n, line in enumerate(read_lines(file), 1)]
+        return [
+            Stored(f"{file}:{n}", key_of(line).partition("/")[0])
+            for n, line in enumerate(read_lines(file), 1)
+        ]
     except ValueError:
         return [Stored(file, "")]
 
@@ -157,7 +176,8 @@ def _raise(error: OSError) -> None:
 
 
 def document_at(path: str) -> Document:
-    """Read the document of this path, or of this line of a file. Raises ValueError as ``document_of``, and OSError."""
+    """Read the document of this path, or of this line of a file. Raises ValueError as
+    ``document_of``, and OSError."""
     at = DocumentPath.parse(path)
     if not at.file.endswith(LINES):
         return document_of(Path(path).read_text(encoding="utf-8"))
@@ -186,7 +206,9 @@ def cannot_write(error: OSError, path: Path) -> ResultsError:
     """Return the error for a results folder or file that could not be written."""
     if error.errno == errno.ENOSPC:
         return ResultsError(f"{path}: the disk is full. What was recorded before is intact.")
-    return ResultsError(f"{path}: cannot be written ({error.strerror or error}). Choose another folder: results=DIR")
+    return ResultsError(
+        f"{path}: cannot be written ({error.strerror or error}). Choose another folder: results=DIR"
+    )
 
 
 # The baseline
@@ -195,8 +217,8 @@ _KEY = re.compile(rb'\{"cell_id": ?"([^"\\]+)"')
 
 
 def read_lines(path: str) -> tuple[bytes, ...]:
-    """Return a file's lines, without the empty end. Raises OSError, and ValueError for one that is truncated or
-    damaged."""
+    """Return a file's lines, without the empty end. Raises OSError, and ValueError for one that is
+    truncated or damaged."""
     info = os.stat(path)
     return _read_lines(path, info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino)
 
@@ -206,7 +228,9 @@ def _read_lines(path: str, *state: int) -> tuple[bytes, ...]:
     content = Path(path).read_bytes()
     try:
         size = zstandard.frame_content_size(content)
-        text = zstandard.ZstdDecompressor(max_window_size=2**31).decompress(content, max_output_size=max(size, 0))
+        text = zstandard.ZstdDecompressor(max_window_size=2**31).decompress(
+            content, max_output_size=max(size, 0)
+        )
     except zstandard.ZstdError as error:
         raise ValueError(f"not a whole zstd file: {error}") from None
     return tuple(line for line in text.split(b"\n") if line)
@@ -219,9 +243,11 @@ def key_of(line: bytes) -> str:
 
 
 def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterable[str]) -> None:
-    """Add, replace and remove documents by their place ``hardware/stack/case/cell``; other lines stay as they are.
+    """Add, replace and remove documents by their place ``hardware/stack/case/cell``; other lines
+    stay as they are.
 
-    Each file is replaced in one step. Raises ResultsError: a file that cannot be read, or another `accept` writes.
+    Each file is replaced in one step. Raises ResultsError: a file that cannot be read, or another
+    `accept` writes.
     """
     changes: dict[Path, dict[str, bytes | None]] = {}
     for place in (*dropped, *written):
@@ -249,31 +275,48 @@ def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
     left = [line for _, line in sorted(lines.items()) if line is not None]
     if left:
         path.parent.mkdir(parents=True, exist_ok=True)
-        parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=27, enable_ldm=True)
-        content = zstandard.ZstdCompressor(compression_params=parameters).compress(b"\n".join([*left, b""]))
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            19, window_log=27, enable_ldm=True
+        )
+        content = zstandard.ZstdCompressor(compression_params=parameters).compress(
+            b"\n".join([*left, b""])
+        )
         write_bytes(path, content)
     else:
         path.unlink(missing_ok=True)
 
 
-_CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/repro_matrix/launch/worker/")  # the ranks were started from it
+_CHECKOUT = re.compile(
+    r"(/[^\s\"':]+)/harness/repro_matrix/launch/worker/"
+)  # the ranks were started from it
 _LOCAL = (
     (r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?", "/attempt"),
     (r"\bPATH=[^\s\"']+ ", ""),  # of a torchrun line
-    (r"(?<![\w.])/(?:[\w.@+~-]+/)*(lib(?:64)?/python3)(?!\.?\d*/(?:site|dist)-packages)", r"/python/\1"),
+    (
+        r"(?<![\w.])/(?:[\w.@+~-]+/)*(lib(?:64)?/python3)(?!\.?\d*/(?:site|dist)-packages)",
+        r"/python/\1",
+    ),
     (r"(?<![\w.])/(?:[\w.@+~-]+/)*(?:\.pyenv/versions|uv/python|envs)/[\w.@+~-]+/", "/python/"),
     (r"(?<![\w.])/(?:tmp|var/tmp|scratch)/[^\s\"',:)\\]+", "/tmp/results"),
 )
 
 
 def portable(document: Mapping[str, Any]) -> Any:
-    """Return the document without the paths of this machine: the checkout, the cache and the home folder get names that
-    are the same everywhere, and the search path of a torchrun line is removed."""
+    """Return the document without the paths of this machine: the checkout, the cache and the home
+    folder get names that are the same everywhere, and the search path of a torchrun line is
+    removed."""
     text = json.dumps(document)
     mine = project.current().folder
-    for measured_from in {*_CHECKOUT.findall(text)} - {str(ROOT)}:  # another checkout than the one that publishes
+    for measured_from in {*_CHECKOUT.findall(text)} - {
+        str(ROOT)
+    }:  # another checkout than the one that publishes
         text = text.replace(f"{measured_from}/", "/checkout/")
-    for folder, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
+    for folder, shown in (
+        (ROOT, "/checkout"),
+        (mine, "/project"),
+        (cache_dir(), "/cache"),
+        (Path.home(), "/home"),
+    ):
         text = text.replace(f"{folder}/", f"{shown}/")
     for pattern, shown in _LOCAL:
         text = re.sub(pattern, shown, text)
@@ -284,12 +327,16 @@ def portable(document: Mapping[str, Any]) -> Any:
 
 
 def git_state() -> tuple[str | None, bool]:
-    """Return the commit of the user's repository, and whether the files that decide an answer differ from it.
+    """Return the commit of the user's repository, and whether the files that decide an answer
+    differ from it.
 
-    In a checkout of this project the commit is its own; of an installed wheel the version identifies the code.
+    In a checkout of this project the commit is its own; of an installed wheel the version
+    identifies the code.
     """
     own = project.current()
-    commit, changed = _commit_state(own.folder, [own.file, *own.conf, *own.scripts] if own.file else [])
+    commit, changed = _commit_state(
+        own.folder, [own.file, *own.conf, *own.scripts] if own.file else []
+    )
     if not CHECKOUT:
         return commit, changed
     shipped, more = code_state()
@@ -297,12 +344,18 @@ def git_state() -> tuple[str | None, bool]:
 
 
 def code_state() -> tuple[str | None, bool]:
-    """Return the commit of this project's checkout, and whether it differs; (None, False) for an installed wheel."""
-    return _commit_state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"]) if CHECKOUT else (None, False)
+    """Return the commit of this project's checkout, and whether it differs; (None, False) for an
+    installed wheel."""
+    return (
+        _commit_state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"])
+        if CHECKOUT
+        else (None, False)
+    )
 
 
 def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
-    """Return the commit, and whether one of the paths differs from it; (None, False) where git does not know."""
+    """Return the commit, and whether one of the paths differs from it; (None, False) where git does
+    not know."""
     commit = git(root, "rev-parse", "HEAD")
     if commit is None or not paths:
         return commit, False
@@ -311,31 +364,41 @@ def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
 
 
 def changed_files(before: str | None, now: str | None, until: float) -> list[str]:
-    """Return the files of the catalog that differ between two commits, and those that are not committed, as far as git
-    knows; those of the harness last. ``until``: a file that was edited later is left out."""
+    """Return the files of the catalog that differ between two commits, and those that are not
+    committed, as far as git knows; those of the harness last. ``until``: a file that was edited
+    later is left out."""
     own, found = project.current(), []
-    sources = [(ROOT, [ROOT / "repros", ROOT / "conf"]), (own.folder, [*own.conf, *own.scripts] if own.file else [])]
+    sources = [
+        (ROOT, [ROOT / "repros", ROOT / "conf"]),
+        (own.folder, [*own.conf, *own.scripts] if own.file else []),
+    ]
     for root, paths in (*sources, (ROOT, [ROOT / "harness"])):
         if paths:
             listed = list(map(str, paths))
             if before and now and before != now:
                 found += (
-                    git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
+                    git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed)
+                    or ""
                 ).splitlines()
             edited = [root / file for file in uncommitted_files(root, paths)] if until else []
-            before_then = [file for file in edited if file.exists() and file.stat().st_mtime <= until]
+            before_then = [
+                file for file in edited if file.exists() and file.stat().st_mtime <= until
+            ]
             found += [f"{file.relative_to(root)}{UNCOMMITTED}" for file in before_then]
     return list(dict.fromkeys(found))
 
 
 def uncommitted_files(root: Path, paths: Iterable[Path]) -> list[str]:
     """Return the files below these paths that are not committed, as far as git knows."""
-    listed = git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths)) or ""
+    listed = (
+        git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths)) or ""
+    )
     return [line[3:] for line in listed.splitlines()]
 
 
 def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
-    """Return why the files are not known to be those of the commit; None where they are, byte for byte."""
+    """Return why the files are not known to be those of the commit; None where they are, byte for
+    byte."""
     if git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return f"commit {commit[:12]} is not in this repository"
     differs = git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
@@ -345,13 +408,20 @@ def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
 
 
 def git(root: Path, *args: str) -> str | None:
-    """Return what a git command prints; None where it fails. Nothing is written, not even the index."""
+    """Return what a git command prints; None where it fails. Nothing is written, not even the
+    index."""
     # Without the variables of a git hook, which point git at the hook's repository.
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")
+    }
     env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(root), *args]
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=env)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=env
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
@@ -376,14 +446,17 @@ def provenance(seed: int) -> dict[str, Any]:
 
 
 def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:
-    """Return case -> hash of what its ranks execute: script, kit and remote-code models. Raises OSError."""
+    """Return case -> hash of what its ranks execute: script, kit and remote-code models. Raises
+    OSError."""
     shared = hashlib.sha256()
     for path in sorted(each for folder in shared_code(catalogue) for each in folder.rglob("*.py")):
         shared.update(path.read_bytes())
     return {
-        slug: hashlib.sha256(
-            shared.hexdigest().encode() + catalogue.script(catalogue.cases[slug]).read_bytes()
-        ).hexdigest()[:16]
+        slug: (
+            hashlib.sha256(
+                shared.hexdigest().encode() + catalogue.script(catalogue.cases[slug]).read_bytes()
+            ).hexdigest()[:16]
+        )
         for slug in (catalogue.cases if slugs is None else slugs)
     }
 

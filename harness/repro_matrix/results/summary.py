@@ -1,8 +1,9 @@
 """The summary of a results folder: its rows, stored.
 
-A run appends the rows of each cell to ``summary.jsonl`` as it completes; the baseline has a compressed file for each
-hardware. A stored row is used while its evidence, the code of the grader and the definition of its case are those that
-it was computed from; every other cell is graded again. Expectations are compared on every read.
+A run appends the rows of each cell to ``summary.jsonl`` as it completes; the baseline has a
+compressed file for each hardware. A stored row is used while its evidence, the code of the grader
+and the definition of its case are those that it was computed from; every other cell is graded
+again. Expectations are compared on every read.
 """
 
 from __future__ import annotations
@@ -28,19 +29,31 @@ from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.document import Document, DocumentPath
 from repro_matrix.results.rows import Row, adapter, compared, rows_of
-from repro_matrix.results.store import ENDED, MANIFEST, SUMMARY, Store, document_at, documents_in, files, listed
+from repro_matrix.results.store import (
+    ENDED,
+    MANIFEST,
+    SUMMARY,
+    Store,
+    document_at,
+    documents_in,
+    files,
+    listed,
+)
 
 COMPRESSED = f"{SUMMARY}.zst"  # of the baseline
 DIGEST = b',"digest":"'
 
 
 def load_rows(
-    folder: Path, cases: Mapping[str, Case] | None = None, notes: list[str] | None = None, write: bool = False
+    folder: Path,
+    cases: Mapping[str, Case] | None = None,
+    notes: list[str] | None = None,
+    write: bool = False,
 ) -> list[Row]:
     """Return the rows of a results folder, cell by cell in the order of their evidence.
 
-    Cells without a fresh row are graded from their evidence; damaged evidence, and a stored cell whose evidence is
-    missing, is named in ``notes`` and left out.
+    Cells without a fresh row are graded from their evidence; damaged evidence, and a stored cell
+    whose evidence is missing, is named in ``notes`` and left out.
     ``write``: store what was computed, where the folder can be written. Raises OSError.
     """
     cases = catalog.load().cases if cases is None else cases
@@ -54,26 +67,37 @@ def load_rows(
     for file, state in states.items():
         evidence = by_file.get(file, [])
         if not evidence or any(stored[path][0].evidence_state != state for path in evidence):
-            evidence = [os.path.relpath(found.path, folder) for found in documents_in(str(folder / file))]
+            evidence = [
+                os.path.relpath(found.path, folder) for found in documents_in(str(folder / file))
+            ]
         for path in evidence:
             rows = stored.get(path, [])
             now = (state, keys.get(rows[0].case, ""), len(rows)) if rows else ()
-            fresh = all((row.evidence_state, row.graded_by, row.variant_count) == now for row in rows)
+            fresh = all(
+                (row.evidence_state, row.graded_by, row.variant_count) == now for row in rows
+            )
             cells[path] = rows if fresh else []
     results = Store(folder)
     stale = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
-    graded = grade_documents(folder, {path: document for path, document in stale.items() if document}, cases)
+    graded = grade_documents(
+        folder, {path: document for path, document in stale.items() if document}, cases
+    )
     cells |= rows_of_cells(graded, cases, states)
     notes += [f"{text}. The cell is left out." for text in results.damaged]
     result = [compared(row, cases) for rows in cells.values() for row in rows]
-    missing = {path: rows for path, rows in stored.items() if not (folder / DocumentPath.parse(path).file).exists()}
+    missing = {
+        path: rows
+        for path, rows in stored.items()
+        if not (folder / DocumentPath.parse(path).file).exists()
+    }
     notes += [
         f"{folder / path}: missing, and the summary lists {rows[0].cell_id}. The cell is left out. "
         "Restore the file, measure again, or delete the summary, which is computed anew."
         for path, rows in missing.items()
     ]
     notes += [
-        f"{folder}: no result of {name}, which this run measured. The cell is left out. Measure it again."
+        f"{folder}: no result of {name}, which this run measured. The cell is left out. Measure it"
+        " again."
         for name in missing_cells(folder, chain(result, *missing.values()), notes)
     ]
     if write and stale:
@@ -83,13 +107,15 @@ def load_rows(
 
 
 def missing_cells(folder: Path, rows: Iterable[Row], notes: list[str]) -> list[str]:
-    """Return the cells that a run measured, by its manifest, and that have no row: hardware, stack and id."""
+    """Return the cells that a run measured, by its manifest, and that have no row: hardware, stack
+    and id."""
     known = {" ".join(row.cell[::-1]) for row in rows}
     return [name for name in _measured(folder, notes) if name not in known]
 
 
 def _measured(folder: Path, notes: list[str]) -> list[str]:
-    """Return what a run that has ended measured, by its manifest: hardware, stack and id of each cell."""
+    """Return what a run that has ended measured, by its manifest: hardware, stack and id of each
+    cell."""
     path = folder / MANIFEST
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -104,14 +130,18 @@ def _measured(folder: Path, notes: list[str]) -> list[str]:
 
 def stored_rows(
     folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
-) -> dict[str, list[Row]]:  # fmt: skip
-    """Read evidence -> rows as they are stored, fresh or not. The last rows of a cell win; lines that cannot be read
-    count as missing, and so do edited ones. ``wanted``: of which lines."""
+) -> dict[str, list[Row]]:
+    """Read evidence -> rows as they are stored, fresh or not. The last rows of a cell win; lines
+    that cannot be read count as missing, and so do edited ones. ``wanted``: of which lines."""
     found: dict[str, list[Row]] = {}
     for path in (folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))):
         try:
             with open(path, "rb") as file:
-                stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
+                stream = (
+                    zstandard.ZstdDecompressor().stream_reader(file)
+                    if path.suffix == ".zst"
+                    else file
+                )
                 # Line by line: most of 25 MB may not be wanted.
                 for line in filter(wanted, io.BufferedReader(cast(Any, stream), 1 << 20)):
                     text, _, digest = line.rpartition(DIGEST)
@@ -121,11 +151,16 @@ def stored_rows(
                         continue
                     with suppress(ValueError):
                         row = adapter().validate_json(line)
-                        found[row.evidence] = [*([] if row.first else found.get(row.evidence, [])), row]
+                        found[row.evidence] = [
+                            *([] if row.first else found.get(row.evidence, [])),
+                            row,
+                        ]
         except FileNotFoundError:
             continue
         except (OSError, zstandard.ZstdError) as error:
-            notes.append(f"{path}: cannot be read: {error}. Its rows are computed from their evidence.")
+            notes.append(
+                f"{path}: cannot be read: {error}. Its rows are computed from their evidence."
+            )
     return found
 
 
@@ -148,7 +183,9 @@ def _line(row: Row) -> bytes:
 
 def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
     """Write the summaries of a baseline, one for each hardware."""
-    by_hardware: dict[str, list[Row]] = {path.parent.name: [] for path in root.glob(f"*/{COMPRESSED}")}
+    by_hardware: dict[str, list[Row]] = {
+        path.parent.name: [] for path in root.glob(f"*/{COMPRESSED}")
+    }
     for row in load_rows(root, cases) if root.is_dir() else ():
         by_hardware.setdefault(row.evidence.split("/")[0], []).append(row)
     for hardware, rows in by_hardware.items():
@@ -158,9 +195,12 @@ def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
             (root / hardware / COMPRESSED).unlink()
 
 
-def append_cell(folder: Path, document: Document, cases: Mapping[str, Case], keys: Mapping[str, str]) -> None:
-    """Add the rows of a graded document that was just stored at its ``path``. A row that is missing or cut off is
-    computed by the next reader, so a folder that cannot be written is no error. ``keys``: of ``grading_keys``."""
+def append_cell(
+    folder: Path, document: Document, cases: Mapping[str, Case], keys: Mapping[str, str]
+) -> None:
+    """Add the rows of a graded document that was just stored at its ``path``. A row that is missing
+    or cut off is computed by the next reader, so a folder that cannot be written is no error.
+    ``keys``: of ``grading_keys``."""
     with suppress(OSError):
         state, key = evidence_state(Path(document["path"])), keys.get(document["case"], "")
         rows = rows_of(document, cases, os.path.relpath(document["path"], folder), state, key)
@@ -174,27 +214,38 @@ def evidence_state(file: Path) -> str:
 
 
 def evidence_states(folder: Path) -> dict[str, str]:
-    """Return file of evidence -> its state. Take them before the documents are read: then what a run adds meanwhile is
-    graded by the next reader."""
+    """Return file of evidence -> its state. Take them before the documents are read: then what a
+    run adds meanwhile is graded by the next reader."""
     return {os.path.relpath(file, folder): evidence_state(Path(file)) for file in files(folder)}
 
 
 def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
-    """Return case -> hash of the grader, of the case's definition, and of all signatures: failures of other cases are
-    recognized, too."""
-    signatures = "".join(each.model_dump_json() for slug in sorted(cases) for each in cases[slug].signatures)
+    """Return case -> hash of the grader, of the case's definition, and of all signatures: failures
+    of other cases are recognized, too."""
+    signatures = "".join(
+        each.model_dump_json() for slug in sorted(cases) for each in cases[slug].signatures
+    )
     shared = grader_hash() + signatures
     ignored: Any = dict.fromkeys(("expect", "claims", "title", "summary", "references"), True)
     ignored["variants"] = {"__all__": {"help", "role"}}
-    return {slug: _hash((shared + case.model_dump_json(exclude=ignored)).encode()) for slug, case in cases.items()}
+    return {
+        slug: _hash((shared + case.model_dump_json(exclude=ignored)).encode())
+        for slug, case in cases.items()
+    }
 
 
 @lru_cache(maxsize=1)
 def grader_hash() -> str:
     """Return the hash of the code that rows are computed by."""
-    files = [*(PACKAGE / "grading").rglob("*"), *(PACKAGE / "records").glob("*.py"), PACKAGE / "results" / "rows.py"]
+    files = [
+        *(PACKAGE / "grading").rglob("*"),
+        *(PACKAGE / "records").glob("*.py"),
+        PACKAGE / "results" / "rows.py",
+    ]
     used = sorted(
-        path for path in [*files, PACKAGE / "config" / DEVICE_ERRORS] if path.suffix in (".py", ".txt", ".yaml")
+        path
+        for path in [*files, PACKAGE / "config" / DEVICE_ERRORS]
+        if path.suffix in (".py", ".txt", ".yaml")
     )
     return _hash(b"".join(path.name.encode() + path.read_bytes() for path in used))
 
@@ -205,14 +256,16 @@ def _hash(content: bytes) -> str:
 
 def grade_documents(
     folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]
-) -> dict[str, Document]:  # fmt: skip
-    """Grade documents from their evidence. What else is stored of their cases, here and in the baseline, tells a
-    failure that was fixed upstream from one that was never reproduced."""
+) -> dict[str, Document]:
+    """Grade documents from their evidence. What else is stored of their cases, here and in the
+    baseline, tells a failure that was fixed upstream from one that was never reproduced."""
     documents = {path: {**document, "path": path} for path, document in documents.items()}
     slugs = {document["case"] for document in documents.values()}
     known = {str(folder.resolve() / path) for path in documents}
     history: list[Document] = []
-    for root in dict.fromkeys(each.resolve() for each in (folder, *project.published()) if each.is_dir()):
+    for root in dict.fromkeys(
+        each.resolve() for each in (folder, *project.published()) if each.is_dir()
+    ):
         for found in listed(root, cases=slugs) if slugs else ():
             if found.path not in known:
                 with suppress(OSError, ValueError):
@@ -223,9 +276,15 @@ def grade_documents(
 
 def rows_of_cells(
     graded: Mapping[str, Document], cases: Mapping[str, Case], states: Mapping[str, str]
-) -> dict[str, list[Row]]:  # fmt: skip
+) -> dict[str, list[Row]]:
     keys = grading_keys(cases)
     return {
-        path: rows_of(document, cases, path, states[DocumentPath.parse(path).file], keys.get(document["case"], ""))
+        path: rows_of(
+            document,
+            cases,
+            path,
+            states[DocumentPath.parse(path).file],
+            keys.get(document["case"], ""),
+        )
         for path, document in graded.items()
     }

@@ -1,4 +1,5 @@
-"""Attempts: from a variant's plan to an observation, which of them are repeated, and the document that stores them."""
+"""Attempts: from a variant's plan to an observation, which of them are repeated, and the document
+that stores them."""
 
 from __future__ import annotations
 
@@ -40,12 +41,15 @@ from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 if TYPE_CHECKING:
     from repro_matrix.runner.session import Session
 
-REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
+REFERENCES = (  # in a run's folder: what its attempts leave each other; removed when the run ends
+    "references"
+)
 
 
 @dataclass
 class Workplace:
-    """What consecutive runs share: one launcher with its fork servers, one set of GPU locks, one folder of attempts."""
+    """What consecutive runs share: one launcher with its fork servers, one set of GPU locks, one
+    folder of attempts."""
 
     launcher: Launcher
     locks: GpuLocks
@@ -59,16 +63,23 @@ class Workplace:
 
 
 def run_attempt(
-    session: Session, place: Workplace, plan: VariantPlan, gpus: Sequence[str], stop: threading.Event
+    session: Session,
+    place: Workplace,
+    plan: VariantPlan,
+    gpus: Sequence[str],
+    stop: threading.Event,
 ) -> tuple[Observation, dict[str, GpuProblem]]:
-    """Launch once on locked ``gpus`` and release them. An exception of the harness becomes an infra_error. Thread-safe.
+    """Launch once on locked ``gpus`` and release them. An exception of the harness becomes an
+    infra_error. Thread-safe.
 
     Return which of the GPUs cannot be used any more, too.
     """
     try:
         stack = session.stacks[plan.stack]
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
-        shared = None if attempt.trace else place.run_dir / REFERENCES  # a traced attempt makes its own
+        shared = (
+            None if attempt.trace else place.run_dir / REFERENCES
+        )  # a traced attempt makes its own
         visible = {gpu.uuid: gpu.visible for gpu in session.gpus}
         attempt = replace(attempt, references=shared, visible=tuple(visible[uuid] for uuid in gpus))
         observation = cast(Observation, place.launcher.launch(attempt, stop))
@@ -80,30 +91,50 @@ def run_attempt(
     else:
         # The ranks' versions are compared with these: a package may be replaced during a run.
         observation["attempt"]["fingerprint"] = plan.fingerprint
-        observation["attempt"]["versions"] = {name: stack.versions[name] for name in RELEVANT if name in stack.versions}
+        observation["attempt"]["versions"] = {
+            name: stack.versions[name] for name in RELEVANT if name in stack.versions
+        }
     problems = {**place.locks.release(gpus, plan.share_mb), **failed_gpus(observation, gpus)}
     lost = observation["infra_error"]
     users = [stranger(place.nvml.look(uuid)) for uuid in gpus if uuid not in problems]
-    if lost and lost["kind"] == "memory" and any(users) and not plan.share_mb:  # else it may be this run's
-        text = f"{lost['message']} (another user's work is on its GPUs: {', '.join(filter(None, users))})"
+    if (
+        lost and lost["kind"] == "memory" and any(users) and not plan.share_mb
+    ):  # else it may be this run's
+        text = (
+            f"{lost['message']} (another user's work is on its GPUs:"
+            f" {', '.join(filter(None, users))})"
+        )
         observation = with_infra_error(observation, "device", text)
     return observation, problems
 
 
 def recipe(
-    catalogue: Catalogue, plan: VariantPlan, stack: Stack | None, run_dir: Path, gpus: Sequence[str] = ()
+    catalogue: Catalogue,
+    plan: VariantPlan,
+    stack: Stack | None,
+    run_dir: Path,
+    gpus: Sequence[str] = (),
 ) -> Attempt:
-    """Return how a variant is launched, by a run or by the command that `repro show` prints. ``stack``: None where it
-    is not built here."""
+    """Return how a variant is launched, by a run or by the command that `repro show` prints.
+    ``stack``: None where it is not built here."""
     case = catalogue.cases[plan.cell.case]
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
-    normal_exit = "launch.teardown: how the process ends is tested" if case.launch.normal_exit else None
+    normal_exit = (
+        "launch.teardown: how the process ends is tested" if case.launch.normal_exit else None
+    )
     command = case if isinstance(case, AdhocCase) else None
     options = command.trace if command else plan.settings.get("trace")
-    trace = {} if options is None else tracing.variables(run_dir / tracing.TRACES / identity, options)
-    # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py); later ones win.
-    env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
+    trace = (
+        {} if options is None else tracing.variables(run_dir / tracing.TRACES / identity, options)
+    )
+    # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py);
+    # later ones win.
+    env = {
+        **(stack.environment({}) if stack else {}),
+        **case.launch.env,
+        **plan.settings.get("env", {}),
+    }
     return Attempt(
         id=identity,
         run_id=run_dir.name,
@@ -156,30 +187,46 @@ LONGER = 3.0  # factor for the deadline of an attempt that was too slow
 
 
 def infra_error(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
-    """Return the observation of an attempt that could not be launched, for a reason outside of what is measured."""
+    """Return the observation of an attempt that could not be launched, for a reason outside of what
+    is measured."""
     now = time.time()
     return {
         "schema": 1,
         "attempt": {
-            "id": "none", "launcher": "none", "command": [], "torchrun": "", "backend": plan.settings["backend"],
-            "world_size": plan.world_size, "started": now, "ended": now, "wall_s": 0.0, "cpu_s": 0.0,
-            "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leaked_processes": [],
-            "seed": plan.settings["seed"], "settings": cast(Settings, plan.settings),
+            "id": "none",
+            "launcher": "none",
+            "command": [],
+            "torchrun": "",
+            "backend": plan.settings["backend"],
+            "world_size": plan.world_size,
+            "started": now,
+            "ended": now,
+            "wall_s": 0.0,
+            "cpu_s": 0.0,
+            "deadline_s": plan.deadline,
+            "timed_out": False,
+            "interrupted": False,
+            "leaked_processes": [],
+            "seed": plan.settings["seed"],
+            "settings": cast(Settings, plan.settings),
         },
         "infra_error": {"kind": kind, "message": message},
         "ranks": [],
-    }  # fmt: skip
+    }
 
 
 def with_infra_error(observation: Observation, kind: InfraErrorKind, message: str) -> Observation:
     """Return the observation of an attempt that is no evidence, whatever its ranks reported."""
     attempt = {**observation["attempt"], "interrupted": False}
-    return cast(Observation, {**observation, "attempt": attempt, "infra_error": {"kind": kind, "message": message}})
+    return cast(
+        Observation,
+        {**observation, "attempt": attempt, "infra_error": {"kind": kind, "message": message}},
+    )
 
 
 def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuProblem]:
-    """Return the GPUs that failed according to a rank's own error: NVML does not report it in every container. The
-    error of a rank with several GPUs does not tell which one failed."""
+    """Return the GPUs that failed according to a rank's own error: NVML does not report it in every
+    container. The error of a rank with several GPUs does not tell which one failed."""
     if len(gpus) not in (1, observation["attempt"]["world_size"]):
         return {}
     found = {}
@@ -187,15 +234,19 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
         record, error = rank["record"], exception_of(rank)
         if record and error and classify_device_error(error, record["phase"]) == GPU_FAILURE:
             message = (error["message"].splitlines() or ["?"])[0]
-            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
+            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem(
+                "lost", f"rank {rank['rank']}: {message}"
+            )
     return found
 
 
-def plan_retry(observation: Observation, gpus: Sequence[str] = (), shared: bool = False) -> dict[str, Any] | None:
+def plan_retry(
+    observation: Observation, gpus: Sequence[str] = (), shared: bool = False
+) -> dict[str, Any] | None:
     """Return the changes to the task (schedule.Task) for a retry, or None where the result stands.
 
-    No attempt is repeated more than once. ``gpus``: those that it ran on; ``shared``: other attempts may have been
-    on them.
+    No attempt is repeated more than once. ``gpus``: those that it ran on; ``shared``: other
+    attempts may have been on them.
     """
     error, attempt = observation["infra_error"], observation["attempt"]
     if error is None or attempt.get("retry_of"):
@@ -209,8 +260,13 @@ def plan_retry(observation: Observation, gpus: Sequence[str] = (), shared: bool 
         return {"retry_of": reason, "share_mb": 0}
     if error["kind"] not in OTHER_GPUS:
         return None
-    # An error of an earlier kernel: where the host waits for each kernel, the line that raises it launched it.
-    return {"retry_of": reason, "avoid": tuple(gpus), **({"env": BLOCKING} if error["kind"] == EITHER else {})}
+    # An error of an earlier kernel: where the host waits for each kernel, the line that raises it
+    # launched it.
+    return {
+        "retry_of": reason,
+        "avoid": tuple(gpus),
+        **({"env": BLOCKING} if error["kind"] == EITHER else {}),
+    }
 
 
 def resolve_repeated_error(observation: Observation) -> Observation:
@@ -221,11 +277,15 @@ def resolve_repeated_error(observation: Observation) -> Observation:
 
 
 def unconfirmed_pass(observation: Observation) -> Observation:
-    """Return a pass with blocking launches after an asynchronous error as no evidence: such launches hide races."""
+    """Return a pass with blocking launches after an asynchronous error as no evidence: such
+    launches hide races."""
     before = observation["attempt"].get("retry_of")
     if not isinstance(before, dict) or before["kind"] != EITHER:
         return observation
-    text = f"{before['message']}; it did not occur again with CUDA_LAUNCH_BLOCKING=1, which hides races between kernels"
+    text = (
+        f"{before['message']}; it did not occur again with CUDA_LAUNCH_BLOCKING=1, which hides"
+        " races between kernels"
+    )
     return with_infra_error(observation, EITHER, text)
 
 
@@ -256,14 +316,21 @@ def new_document(session: Session, plan: CellPlan, started: Mapping[str, Any]) -
             "name": cell.stack,
             "python": versions.get("python"),
             "versions": {name: versions[name] for name in RELEVANT if name in versions},
-            "label": stack_label(versions, stack.label_key) if stack else f"unavailable-{cell.stack}".replace("/", "_"),
+            "label": (
+                stack_label(versions, stack.label_key)
+                if stack
+                else f"unavailable-{cell.stack}".replace("/", "_")
+            ),
         },
         "hardware": {
             "profile": profile.name,
             "accelerator": cast(Accelerator, profile.accelerator),
             "backend": profile.backend,
             "shares_gpu": profile.shared,
-            "gpus": [{"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb} for gpu in profile.gpus],
+            "gpus": [
+                {"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb}
+                for gpu in profile.gpus
+            ],
             "cpu": machine.cpu,
             "cores": machine.cores,
             "memory_gb": round(machine.memory_gb, 1),
@@ -299,15 +366,19 @@ def _new_variant(plan: VariantPlan) -> Variant:
     return variant
 
 
-def take_over(document: Document, older: Document, plan: CellPlan, cases: Mapping[str, Case]) -> None:
-    """Resume: keep the attempts that were measured on this machine under the fingerprint that the variant has now,
-    requested or not, and more of them than requested.
+def take_over(
+    document: Document, older: Document, plan: CellPlan, cases: Mapping[str, Case]
+) -> None:
+    """Resume: keep the attempts that were measured on this machine under the fingerprint that the
+    variant has now, requested or not, and more of them than requested.
 
-    All are graded again, because a signature may have changed. Where some are not kept, the older document remains in
-    the history, and this one has its own provenance.
+    All are graded again, because a signature may have changed. Where some are not kept, the older
+    document remains in the history, and this one has its own provenance.
     """
     case = cases[document["case"]]
-    planned = {variant.variant: variant.fingerprint for variant in plan.variants if not variant.skipped}
+    planned = {
+        variant.variant: variant.fingerprint for variant in plan.variants if not variant.skipped
+    }
     now = {**planned, **dict(plan.unasked)}
     here = machine_of(older) == machine_of(document)
     whole = True
@@ -315,7 +386,9 @@ def take_over(document: Document, older: Document, plan: CellPlan, cases: Mappin
         usable = _usable(before["attempts"])
         same = here and before.get("fingerprint") == now.get(name) and name in case.variants
         regraded: list[Made] = [
-            {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()} for a in usable if same
+            {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()}
+            for a in usable
+            if same
         ]
         whole = whole and len(regraded) == len(usable)
         if name in document["variants"]:
@@ -327,8 +400,8 @@ def take_over(document: Document, older: Document, plan: CellPlan, cases: Mappin
 
 
 def _usable(attempts: Sequence[Made]) -> list[Made]:
-    """Return the attempts that are evidence, what they repeated, and errors that a GPU or the program caused: a new
-    attempt would hide that they did not occur again."""
+    """Return the attempts that are evidence, what they repeated, and errors that a GPU or the
+    program caused: a new attempt would hide that they did not occur again."""
     found: list[Made] = []
     repeated: list[Any] = []
     for each in reversed(attempts):
@@ -347,9 +420,14 @@ def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]
     """Return (variant, index) of every attempt that is still to be launched."""
 
     def counted_attempts(variant: str) -> int:
-        attempts = document["variants"][variant]["attempts"]  # what was repeated counts as one with its repetition
+        attempts = document["variants"][variant][
+            "attempts"
+        ]  # what was repeated counts as one with its repetition
         again = ["retry_of" in each["observation"]["attempt"] for each in attempts]
-        return sum(retry or each["outcome"]["outcome"] != "infra_error" for each, retry in zip(attempts, again))
+        return sum(
+            retry or each["outcome"]["outcome"] != "infra_error"
+            for each, retry in zip(attempts, again)
+        )
 
     return [
         (variant.variant, index)

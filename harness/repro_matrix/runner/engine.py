@@ -39,19 +39,30 @@ from repro_matrix.runner.attempts import (
     with_infra_error,
 )
 from repro_matrix.runner.gpu_pool import GpuPool, GpuProblem
-from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, CpuLoad, Schedule, Task, expect, recorded
+from repro_matrix.runner.schedule import (
+    LOAD_S,
+    MOST_PER_CORE,
+    CpuLoad,
+    Schedule,
+    Task,
+    expect,
+    recorded,
+)
 from repro_matrix.runner.session import Session
 
-MAX_HANGS = 3  # with NCCL, without a known reason: then the node is the likely cause, and the rest would hang, too
+# with NCCL, without a known reason: then the node is the likely cause, and the rest would hang, too
+MAX_HANGS = 3
 
 
 @dataclass(frozen=True)
 class Event:
     """What the progress shows.
 
-    ``cells``: a cell has ``attempts`` to run, expected to take ``seconds``. ``start`` and ``attempt`` (with
-    its outcome): one attempt. ``cell``: graded. ``time``: nothing happened for a while (``text``: why, where there is a
-    reason). ``note``: ``text`` is news. ``more``: an attempt that had ended is repeated.
+    ``cells``: a cell has ``attempts`` to run, expected to take ``seconds``. ``start`` and
+    ``attempt`` (with
+    its outcome): one attempt. ``cell``: graded. ``time``: nothing happened for a while (``text``:
+    why, where there is a reason). ``note``: ``text`` is news. ``more``: an attempt that had ended
+    is repeated.
     """
 
     kind: str
@@ -74,7 +85,9 @@ class Summary:
     reused: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    torchrun_reasons: Counter[str] = field(default_factory=Counter)  # why attempts did not use the fork server
+    torchrun_reasons: Counter[str] = field(
+        default_factory=Counter
+    )  # why attempts did not use the fork server
     interrupted: bool = False
     not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
     gpu_notes: list[str] = field(default_factory=list)  # GPUs that were not used, and why
@@ -112,7 +125,9 @@ class Engine:
         """``earlier``: stored rows."""
         self.session, self.place, self.store, self.on_event = session, place, store, on_event
         settings, machine = session.settings, session.machine
-        self.pool = GpuPool(session.gpus, place.locks, place.nvml, lambda text: on_event(Event("note", text=text)))
+        self.pool = GpuPool(
+            session.gpus, place.locks, place.nvml, lambda text: on_event(Event("note", text=text))
+        )
         self.schedule = Schedule(machine.cores, machine.memory_gb, settings.jobs, settings.order)
         self._cases = session.catalogue.cases
         self._recorded = recorded(earlier)
@@ -125,9 +140,12 @@ class Engine:
         self._load = CpuLoad()
         self._ends: float | None = None  # by the monotonic clock: no cell starts after it
 
-    def run(self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False) -> Summary:
-        """Run every attempt of every cell. The failure of one attempt, of whatever kind, never stops the others; only a
-        results folder that cannot be written to does, because its results would be lost."""
+    def run(
+        self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False
+    ) -> Summary:
+        """Run every attempt of every cell. The failure of one attempt, of whatever kind, never
+        stops the others; only a results folder that cannot be written to does, because its results
+        would be lost."""
         result = self._summary = Summary()
         began = time.monotonic()
         if self.session.time_limit is not None:
@@ -141,7 +159,9 @@ class Engine:
         result.gpu_notes = self.pool.notes
         result.interrupted = stop.is_set() and result.problem is None
         result.wall_s = time.monotonic() - began
-        result.documents = [cell.document for cell in self._cells if "path" in cell.document]  # those that are stored
+        result.documents = [
+            cell.document for cell in self._cells if "path" in cell.document
+        ]  # those that are stored
         return result
 
     def _open(self, plans: Sequence[CellPlan], resume: bool) -> None:
@@ -164,17 +184,24 @@ class Engine:
         older = self.store.read(path) if resume else None
         if older is not None:
             take_over(document, older, plan, self._cases)
-            self._summary.reused += sum(len(variant["attempts"]) for variant in document["variants"].values())
+            self._summary.reused += sum(
+                len(variant["attempts"]) for variant in document["variants"].values()
+            )
         missing = missing_attempts(document, plan)
         return _Cell(plan, path, document, len(missing)), missing
 
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
         plan = variant_of(cell.plan, variant)
         seconds, memory_gb = expect(self._recorded.get((cell.plan.cell.key, variant)), plan)
-        return Task(number, variant, index, seconds, plan.gpus, memory_gb, plan.share_mb, plan.world_size)
+        return Task(
+            number, variant, index, seconds, plan.gpus, memory_gb, plan.share_mb, plan.world_size
+        )
 
     def _work(self, stop: threading.Event) -> None:
-        most = self.session.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.session.machine.cores
+        most = (
+            self.session.settings.jobs
+            or len(self.pool.all) + MOST_PER_CORE * self.session.machine.cores
+        )
         with ThreadPoolExecutor(most, "attempt") as pool:
             try:
                 while self._running or (self.schedule.waiting and not stop.is_set()):
@@ -193,7 +220,8 @@ class Engine:
                 raise
 
     def _check(self, stop: threading.Event) -> None:
-        """React to the user, the time limit and the GPUs, and drop what cannot start any more because of them."""
+        """React to the user, the time limit and the GPUs, and drop what cannot start any more
+        because of them."""
         failed = self.pool.check(self._leased(), time.monotonic())
         for running in self._running.values():
             bad = sorted(failed & set(running.gpus))
@@ -206,15 +234,21 @@ class Engine:
             plan = variant_of(self._cells[task.cell].plan, task.variant)
             self._keep(task, infra_error(plan, "not_enough_gpus", self.pool.shortage(task.gpus)))
         if self._ends is not None and time.monotonic() >= self._ends:
-            over = {task.cell for task in self.schedule.waiting if not self._cells[task.cell].started}
+            over = {
+                task.cell for task in self.schedule.waiting if not self._cells[task.cell].started
+            }
             self._summary.not_started += [self._cells[number].plan.cell for number in sorted(over)]
-            self.schedule.waiting = [task for task in self.schedule.waiting if task.cell not in over]
+            self.schedule.waiting = [
+                task for task in self.schedule.waiting if task.cell not in over
+            ]
 
     def _leased(self) -> set[str]:
         return {uuid for running in self._running.values() for uuid in running.gpus}
 
     def _failed(self, gpus: Iterable[str]) -> str:
-        return "; ".join(f"{self.pool.names[uuid]} ({uuid}): {self.pool.out[uuid].why}" for uuid in gpus)
+        return "; ".join(
+            f"{self.pool.names[uuid]} ({uuid}): {self.pool.out[uuid].why}" for uuid in gpus
+        )
 
     def _why_idle(self) -> str:
         if not self.schedule.waiting or self._running:
@@ -229,7 +263,9 @@ class Engine:
         ready = self.pool.ready(self._leased()) if self.pool.all else []
         room = self.place.locks.room() if self.pool.all else {}
         found = self.schedule.next(ready, self.pool.usable(), self._load.idle(), room)
-        if found is None or not self.place.locks.acquire(found[1], found[0].share_mb):  # another run was quicker
+        if found is None or not self.place.locks.acquire(
+            found[1], found[0].share_mb
+        ):  # another run was quicker
             return False
         task, gpus = found
         self.schedule.start(task)
@@ -238,14 +274,21 @@ class Engine:
         cell.started = True
         plan = variant_of(cell.plan, task.variant)
         device = ",".join(self.pool.names[uuid] for uuid in gpus) or "cpu"
-        self.on_event(Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device))
+        self.on_event(
+            Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device)
+        )
         running = _Running(task, tuple(gpus))
         plan = replace(plan, deadline=task.deadline or plan.deadline, share_mb=task.share_mb)
         if task.env:
-            plan = replace(plan, settings={**plan.settings, "env": {**plan.settings.get("env", {}), **task.env}})
+            plan = replace(
+                plan,
+                settings={**plan.settings, "env": {**plan.settings.get("env", {}), **task.env}},
+            )
         if task.trace:
             plan = replace(plan, settings={**plan.settings, "trace": {}})
-        self._running[pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)] = running
+        self._running[
+            pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)
+        ] = running
         return True
 
     def _end(self, future: Future[tuple[Observation, dict[str, GpuProblem]]]) -> None:
@@ -254,7 +297,9 @@ class Engine:
         self.schedule.end(running.task)
         observation, problems = future.result()
         errors = self.place.nvml.failed_gpus()  # also those since the last check
-        problems |= {uuid: GpuProblem("lost", errors[uuid]) for uuid in running.gpus if uuid in errors}
+        problems |= {
+            uuid: GpuProblem("lost", errors[uuid]) for uuid in running.gpus if uuid in errors
+        }
         self.pool.exclude(problems)
         bad = [uuid for uuid, problem in problems.items() if problem.kind == "lost"]
         if failed := running.failed or self._failed(bad):
@@ -264,8 +309,12 @@ class Engine:
         self._keep(running.task, observation, running.gpus)
 
     def _edited(self, task: Task) -> str | None:
-        """Return why the ranks may have executed other code than was planned: a file was changed during the run."""
-        plan, slug = variant_of(self._cells[task.cell].plan, task.variant), self._cells[task.cell].plan.cell.case
+        """Return why the ranks may have executed other code than was planned: a file was changed
+        during the run."""
+        plan, slug = (
+            variant_of(self._cells[task.cell].plan, task.variant),
+            self._cells[task.cell].plan.cell.case,
+        )
         if not plan.code:
             return None
         try:
@@ -276,7 +325,8 @@ class Engine:
         return None if same else f"{script} or the kit was changed after the run had begun"
 
     def _keep(self, task: Task, observation: Observation, gpus: Sequence[str] = ()) -> None:
-        """Grade and store an observation, and repeat an attempt that is no evidence where another one may be."""
+        """Grade and store an observation, and repeat an attempt that is no evidence where another
+        one may be."""
         if task.retry_of:
             observation["attempt"]["retry_of"] = task.retry_of
             observation = resolve_repeated_error(observation)
@@ -289,9 +339,13 @@ class Engine:
         if changes:
             self.schedule.repeat(task, changes)
             reason, deadline = changes["retry_of"], changes.get("deadline")
-            why = f"{reason['kind']}: {reason['message']}" + (f"; deadline {deadline:g} s" if deadline else "")
+            why = f"{reason['kind']}: {reason['message']}" + (
+                f"; deadline {deadline:g} s" if deadline else ""
+            )
             why = f"{cell.plan.cell.key} {task.variant} is repeated: {why}"
-            self.on_event(Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why))
+            self.on_event(
+                Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why)
+            )
         else:
             cell.left -= 1
         attempt, case = observation["attempt"], self._cases[cell.plan.cell.case]
@@ -299,52 +353,82 @@ class Engine:
         if outcome["outcome"] == "passed":
             observation = unconfirmed_pass(observation)
             outcome = grade.grade(case, task.variant, observation, self._cases).to_json()
-        cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
+        cell.document["variants"][task.variant]["attempts"].append(
+            {"observation": observation, "outcome": outcome}
+        )
         self._note_doubts(f"{cell.plan.cell.key} {task.variant}", observation, outcome, gpus)
         self._count(cell, task, observation, outcome)
         if cell.left:
             self.store.save(cell.path, cell.document)
         else:
             self._settle(cell)
-        if outcome["outcome"] == "hang" and not outcome.get("recognized") and "nccl" in attempt["backend"]:
+        if (
+            outcome["outcome"] == "hang"
+            and not outcome.get("recognized")
+            and "nccl" in attempt["backend"]
+        ):
             self._hangs.add(f"{cell.plan.cell.key} {task.variant}")
         if len(self._hangs) >= MAX_HANGS:
             raise MeasureError(
-                f"stopped after {MAX_HANGS} hangs with NCCL that no known failure explains "
-                f"({', '.join(sorted(self._hangs))}). The node may be the cause: run `repro doctor`, "
-                "try env.NCCL_P2P_DISABLE=1. --resume continues."
+                f"stopped after {MAX_HANGS} hangs with NCCL that no known failure explains"
+                f" ({', '.join(sorted(self._hangs))}). The node may be the cause: run `repro"
+                " doctor`, try env.NCCL_P2P_DISABLE=1. --resume continues."
             )
 
-    def _note_doubts(self, name: str, observation: Observation, outcome: StoredOutcome, gpus: Sequence[str]) -> None:
+    def _note_doubts(
+        self, name: str, observation: Observation, outcome: StoredOutcome, gpus: Sequence[str]
+    ) -> None:
         """Note what is no error and makes a result of these GPUs doubtful."""
-        xids = {uuid: found for uuid in gpus if (found := self.place.nvml.program_errors.pop(uuid, None))}
+        xids = {
+            uuid: found
+            for uuid in gpus
+            if (found := self.place.nvml.program_errors.pop(uuid, None))
+        }
         for uuid, numbers in xids.items() if outcome["outcome"] == "passed" else ():
             texts = ", ".join(f"Xid {number}" for number in sorted(numbers))
-            self.pool.note(f"{name} passed, and {self.pool.names[uuid]} reported an error of a program: {texts}")
+            self.pool.note(
+                f"{name} passed, and {self.pool.names[uuid]} reported an error of a program:"
+                f" {texts}"
+            )
         # NCCL takes no tensors of the CPU; with gloo, a library that leaves the GPU is not noticed.
-        if gpus and "nccl" not in observation["attempt"]["backend"] and outcome["outcome"] != "infra_error":
+        if (
+            gpus
+            and "nccl" not in observation["attempt"]["backend"]
+            and outcome["outcome"] != "infra_error"
+        ):
             ranks = [(str(rank["rank"]), rank["record"]) for rank in observation["ranks"]]
             away = [rank for rank, record in ranks if record and peak_bytes(record, "gpu") == 0]
             if away:
-                self.pool.note(f"{name}: {outcome['outcome']} without data on the GPU (rank {', '.join(away)})")
+                self.pool.note(
+                    f"{name}: {outcome['outcome']} without data on the GPU (rank {', '.join(away)})"
+                )
 
-    def _count(self, cell: _Cell, task: Task, observation: Observation, outcome: StoredOutcome) -> None:
+    def _count(
+        self, cell: _Cell, task: Task, observation: Observation, outcome: StoredOutcome
+    ) -> None:
         attempt = observation["attempt"]
         self._summary.attempts += 1
         self._summary.cpu_s += attempt["cpu_s"] or 0.0
         if attempt.get("cold_start_reason"):
             self._summary.torchrun_reasons[attempt["cold_start_reason"].splitlines()[0]] += 1
         took, expected = attempt["wall_s"], task.seconds
-        ended = Event("attempt", cell.plan, task.variant, task.index, outcome, wall_s=took, seconds=expected)
+        ended = Event(
+            "attempt", cell.plan, task.variant, task.index, outcome, wall_s=took, seconds=expected
+        )
         self.on_event(ended)
 
     def _explain(self, cell: _Cell, task: Task, observation: Observation) -> None:
         """Add the place that a repetition with a trace shows to the attempt whose check failed."""
-        case, made = self._cases[cell.plan.cell.case], cell.document["variants"][task.variant]["attempts"][task.index]
+        case, made = (
+            self._cases[cell.plan.cell.case],
+            cell.document["variants"][task.variant]["attempts"][task.index],
+        )
         again = grade.grade(case, task.variant, observation, self._cases)
         found = observation.get("place") or {"verdict": "inconclusive", "sentence": again.reason}
         made["observation"]["place"] = {**found, "outcome": again.outcome}
-        made["outcome"] = grade.grade(case, task.variant, made["observation"], self._cases).to_json()
+        made["outcome"] = grade.grade(
+            case, task.variant, made["observation"], self._cases
+        ).to_json()
         self._count(cell, task, observation, made["outcome"])
         cell.left -= 1
         if not cell.left:
@@ -353,13 +437,20 @@ class Engine:
     def _trace(self, cell: _Cell) -> None:
         """Repeat failed checks with a trace (runner/tracing.py)."""
         number = self._cells.index(cell)
-        for variant, index in tracing.unexplained(cell.document, self._cases[cell.plan.cell.case]).items():
+        for variant, index in tracing.unexplained(
+            cell.document, self._cases[cell.plan.cell.case]
+        ).items():
             task = replace(self._task(number, cell, variant, index), trace=True)
             cell.left += 1
             self.schedule.repeat(task, {})
             failed = cell.document["variants"][variant]["attempts"][index]["outcome"]["failed"]
-            why = f"{cell.plan.cell.key} {variant} is repeated with a trace, failed: {', '.join(failed)}"
-            self.on_event(Event("more", cell.plan, variant, attempts=1, seconds=task.seconds, text=why))
+            why = (
+                f"{cell.plan.cell.key} {variant} is repeated with a trace, failed:"
+                f" {', '.join(failed)}"
+            )
+            self.on_event(
+                Event("more", cell.plan, variant, attempts=1, seconds=task.seconds, text=why)
+            )
 
     @cached_property
     def _grading_keys(self) -> dict[str, str]:
@@ -368,7 +459,11 @@ class Engine:
     def _settle(self, cell: _Cell) -> None:
         """Grade a cell whose attempts have all ended, and store it."""
         document, case = cell.document, self._cases[cell.plan.cell.case]
-        older = [past for past in self._past.get(document["cell_id"], ()) if _on_other_stack(past, document)]
+        older = [
+            past
+            for past in self._past.get(document["cell_id"], ())
+            if _on_other_stack(past, document)
+        ]
         document["hardware"]["capabilities"] = recorded_capabilities(document)
         document["verdicts"] = verdicts_of(document, case, older)
         document["verdicts"] = with_expectations(document, case)["verdicts"]

@@ -1,8 +1,10 @@
-"""The GPUs of this machine: one lock per GPU across all runs, their health, and what dead runs left behind.
+"""The GPUs of this machine: one lock per GPU across all runs, their health, and what dead runs left
+behind.
 
-A file lock is held for as long as its process lives, however that ends. A process that gets the lock of a run therefore
-knows that this run's controller has ended. The locks of GPUs lie where every user's runs find them, whatever their
-caches, and what other runs (in another container) have on a GPU is known from NVML. Ranks on the CPU need no lock.
+A file lock is held for as long as its process lives, however that ends. A process that gets the
+lock of a run therefore knows that this run's controller has ended. The locks of GPUs lie where
+every user's runs find them, whatever their caches, and what other runs (in another container) have
+on a GPU is known from NVML. Ranks on the CPU need no lock.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from repro_matrix.text import counted
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
 LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less
 CHECK_S = 1.0  # between two checks of the free GPUs
-# A file for each GPU that was ever locked, by its UUID. The same for all users and jobs, whatever their TMPDIR.
+# A file for each GPU that was ever locked, by its UUID. The same for all users and jobs, whatever
+# their TMPDIR.
 LOCKS = Path("/tmp/repro-matrix-gpus")
 
 
 def _node(state: Path) -> Path:
-    """Return the folder for the locks of this machine; several machines may share the file system of ``state``."""
+    """Return the folder for the locks of this machine; several machines may share the file system
+    of ``state``."""
     return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
@@ -50,15 +54,21 @@ def _acquire(path: Path, mode: int = 0o644) -> FileLock | None:
 
 
 def _acquire_gpu(uuid: str) -> FileLock | None:
-    """Raises ReproError: another user's folder or file that this user cannot open, or a file in the folder's place."""
+    """Raises ReproError: another user's folder or file that this user cannot open, or a file in the
+    folder's place."""
     try:
         LOCKS.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):  # another user's, who has done it
             LOCKS.chmod(0o777)
         return _acquire(LOCKS / (re.sub(r"[^\w.-]", "_", uuid) + ".lock"), 0o666)
     except OSError as error:
-        remedy = f"Its owner can run `chmod -R a+rwX {LOCKS}` or remove it while nothing runs on the GPUs."
-        raise ReproError(f"{error.filename or LOCKS}: the GPUs cannot be locked: {error.strerror}. {remedy}") from None
+        remedy = (
+            f"Its owner can run `chmod -R a+rwX {LOCKS}` or remove it while nothing runs on the"
+            " GPUs."
+        )
+        raise ReproError(
+            f"{error.filename or LOCKS}: the GPUs cannot be locked: {error.strerror}. {remedy}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -75,7 +85,8 @@ def register_run(state: Path, run_id: str) -> Iterator[None]:
 
 
 def clear_leftovers(state: Path) -> list[str]:
-    """End the processes and remove the files of runs whose controller is dead; return a line for each."""
+    """End the processes and remove the files of runs whose controller is dead; return a line for
+    each."""
     lines = []
     for path in sorted((_node(state) / "runs").glob("*.lock")):
         lock = _acquire(path)
@@ -100,10 +111,15 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
     folder = state / "runs" / run_id
     for directory in sorted(path for path in folder.glob("*") if path.is_dir()):
         answer = read_launch(directory / "launch.json")
-        numbers = {int(entry.get("pid") or 0) for entry in answer["ranks"]} | {int(answer.get("port") or 0)}
+        numbers = {int(entry.get("pid") or 0) for entry in answer["ranks"]} | {
+            int(answer.get("port") or 0)
+        }
         with contextlib.suppress(OSError):
             since = (directory / "spec.json").stat().st_mtime
-            lines += [f"/dev/shm/{name} removed" for name in processes.clear_shared_memory(set(), numbers - {0}, since)]
+            lines += [
+                f"/dev/shm/{name} removed"
+                for name in processes.clear_shared_memory(set(), numbers - {0}, since)
+            ]
         remove(directory)
         lines.append(f"files of attempt {directory.name} removed")
     shutil.rmtree(folder, ignore_errors=True)
@@ -112,25 +128,29 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuProblem:
-    """Why a GPU cannot be used any more. ``lost``: it failed, and what ran on it is no evidence. ``left``: an ended
-    attempt of this run still uses it."""
+    """Why a GPU cannot be used any more. ``lost``: it failed, and what ran on it is no evidence.
+    ``left``: an ended attempt of this run still uses it."""
 
     kind: Literal["lost", "left"]
     why: str
 
 
 class GpuLocks:
-    """The GPUs that this run holds, each for one attempt, or for several that share its memory: a file lock per GPU.
-    Thread-safe."""
+    """The GPUs that this run holds, each for one attempt, or for several that share its memory: a
+    file lock per GPU. Thread-safe."""
 
     def __init__(self, state: Path, run_id: str, nvml: Nvml | None = None) -> None:
         """``nvml``: reports what is on a GPU; by default nothing is known."""
         self.state = state
         self.run_id = run_id
         self._nvml = nvml or Nvml([])
-        self._held: dict[str, FileLock] = {}  # in use, or not released because a process of this run is still on it
+        self._held: dict[
+            str, FileLock
+        ] = {}  # in use, or not released because a process of this run is still on it
         self._before: dict[str, GpuState] = {}
-        self._shares: dict[str, list[int]] = {}  # MiB that each attempt on a GPU may take; 0: all of it
+        self._shares: dict[
+            str, list[int]
+        ] = {}  # MiB that each attempt on a GPU may take; 0: all of it
         self._mutex = threading.Lock()
 
     def __enter__(self) -> GpuLocks:
@@ -141,10 +161,11 @@ class GpuLocks:
             self._unlock(uuid)
 
     def acquire(self, gpus: Sequence[str], share_mb: int = 0) -> bool:
-        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for others.
+        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for
+        others.
 
-        A GPU on which another user's process is counts as not free. ``share_mb``: MiB of each that an attempt takes,
-        where it may join others of this run; 0: it is alone on them.
+        A GPU on which another user's process is counts as not free. ``share_mb``: MiB of each that
+        an attempt takes, where it may join others of this run; 0: it is alone on them.
         """
         with self._mutex:
             if share_mb and all(share_mb <= self._left(uuid) for uuid in gpus):
@@ -154,7 +175,9 @@ class GpuLocks:
             locks = {uuid: None if uuid in self._held else _acquire_gpu(uuid) for uuid in gpus}
             before: dict[str, GpuState] = {}
             if None not in locks.values() and gpus:
-                clear_leftovers(self.state)  # the previous holder may have been killed while its ranks were at work
+                clear_leftovers(
+                    self.state
+                )  # the previous holder may have been killed while its ranks were at work
                 before = {uuid: self._nvml.look(uuid) for uuid in gpus}
             acquired = {uuid: lock for uuid, lock in locks.items() if lock is not None}
             if len(acquired) < len(locks) or any(map(stranger, before.values())):
@@ -167,22 +190,27 @@ class GpuLocks:
         return True
 
     def room(self) -> dict[str, int]:
-        """Return how many MiB further attempts may take on each GPU that attempts of this run share now."""
+        """Return how many MiB further attempts may take on each GPU that attempts of this run share
+        now."""
         with self._mutex:
             return {uuid: left for uuid in self._shares if (left := self._left(uuid)) > 0}
 
     def _left(self, uuid: str) -> int:
-        """Return what is neither planned for an attempt nor in use: attempts have not yet allocated all they will, and
-        others may have come since the first one began."""
+        """Return what is neither planned for an attempt nor in use: attempts have not yet allocated
+        all they will, and others may have come since the first one began."""
         sizes = self._shares.get(uuid)
         if not sizes or 0 in sizes:
             return 0
-        return min((self._before[uuid].free_mb or 0) - sum(sizes), self._nvml.look(uuid).free_mb or 0)
+        return min(
+            (self._before[uuid].free_mb or 0) - sum(sizes), self._nvml.look(uuid).free_mb or 0
+        )
 
     def release(self, gpus: Sequence[str], share_mb: int = 0) -> dict[str, GpuProblem]:
-        """Unlock GPUs as soon as their memory is free; return those that this run must not use again.
+        """Unlock GPUs as soon as their memory is free; return those that this run must not use
+        again.
 
-        A GPU on which a process of this run remains stays locked. ``share_mb``: as they were acquired.
+        A GPU on which a process of this run remains stays locked. ``share_mb``: as they were
+        acquired.
         """
         limit = time.monotonic() + RELEASE_S
         problems = {}
@@ -194,7 +222,11 @@ class GpuLocks:
                 if why := self._nvml.look(uuid).problem:
                     problems[uuid] = GpuProblem("lost", why)
                 continue
-            while (problem := self._problem(uuid)) and problem.kind != "lost" and time.monotonic() < limit:
+            while (
+                (problem := self._problem(uuid))
+                and problem.kind != "lost"
+                and time.monotonic() < limit
+            ):
                 time.sleep(0.1)
             if problem:
                 problems[uuid] = problem
@@ -225,7 +257,9 @@ class GpuLocks:
         for process in self._remaining(now):
             return GpuProblem("left", f"{process} of an ended attempt is still on it")
         more = now.used_mb - before.used_mb
-        if {each.pid for each in now.processes} - {each.pid for each in before.processes} or more <= LEFTOVER_MB:
+        if {each.pid for each in now.processes} - {
+            each.pid for each in before.processes
+        } or more <= LEFTOVER_MB:
             return None  # another user's process is found by the next check of the free GPUs
         return GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it")
 
@@ -238,12 +272,17 @@ class GpuLocks:
 class GpuPool:
     """Which of the machine's GPUs this run may use now, and why not the others.
 
-    A GPU is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended attempt stays on it.
-    It is *taken* while another user's process is on it. What another run of this project holds is waited for.
+    A GPU is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended
+    attempt stays on it. It is *taken* while another user's process is on it. What another run of
+    this project holds is waited for.
     """
 
     def __init__(
-        self, gpus: Sequence[Gpu], locks: GpuLocks, nvml: Nvml, say: Callable[[str], None] = lambda text: None
+        self,
+        gpus: Sequence[Gpu],
+        locks: GpuLocks,
+        nvml: Nvml,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.all = [gpu.uuid for gpu in gpus]
         self.names = {gpu.uuid: f"gpu{gpu.index}" for gpu in gpus}
@@ -260,17 +299,20 @@ class GpuPool:
         return [uuid for uuid in self.all if uuid not in self.out and uuid not in self.taken]
 
     def ready(self, held: Collection[str]) -> list[str]:
-        """Return the GPUs that an attempt can start on now. ``held``: by this run's own attempts."""
+        """Return the GPUs that an attempt can start on now. ``held``: by this run's own
+        attempts."""
         return self.locks.free([uuid for uuid in self.usable() if uuid not in held])
 
     def check(self, held: Collection[str], now: float) -> set[str]:
-        """Check the health of all GPUs and the users of the free ones, every ``CHECK_S``; return those, held ones too,
-        that have just failed."""
+        """Check the health of all GPUs and the users of the free ones, every ``CHECK_S``; return
+        those, held ones too, that have just failed."""
         if now - self._checked < CHECK_S:
             return set()
         self._checked = now
         failed = {uuid: why for uuid, why in self._nvml.failed_gpus().items() if uuid in self.names}
-        for uuid in self.locks.free([uuid for uuid in self.all if uuid not in held and uuid not in self.out]):
+        for uuid in self.locks.free(
+            [uuid for uuid in self.all if uuid not in held and uuid not in self.out]
+        ):
             state = self._nvml.look(uuid)
             if state.problem:
                 failed.setdefault(uuid, state.problem)

@@ -1,7 +1,8 @@
-"""What cells need before they can be planned: built stacks whose torch can use the GPUs, DeepSpeed's op, real weights,
-and facts about models.
+"""What cells need before they can be planned: built stacks whose torch can use the GPUs,
+DeepSpeed's op, real weights, and facts about models.
 
-Everything that takes minutes happens here, in processes of the stack, before the deadline of any attempt starts.
+Everything that takes minutes happens here, in processes of the stack, before the deadline of any
+attempt starts.
 """
 
 from __future__ import annotations
@@ -51,21 +52,39 @@ PAIR_ROOM_MB = 3 * ROOM_MB  # of that process, and two ranks of NCCL: a GPU may 
 
 
 def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
-    """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that have room for it.
+    """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that
+    have room for it.
 
     ``given``: the variables that the run gives its ranks (``env.NAME=value``)."""
     run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     uuids = tuple(gpu.uuid for gpu in profile.gpus)
-    settings = {"device": profile.accelerator, "backend": profile.backend, "case": "probe", "variant": "probe"}
+    settings = {
+        "device": profile.accelerator,
+        "backend": profile.backend,
+        "case": "probe",
+        "variant": "probe",
+    }
     attempt = Attempt(
-        run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.IMPORT_S,
-        {**stack.environment({}), **given}, uuids, tuple(gpu.visible for gpu in profile.gpus),
-    )  # fmt: skip
+        run_id,
+        run_id,
+        Path("."),
+        probe.SCRIPT,
+        settings,
+        stack.python,
+        len(uuids),
+        probe.IMPORT_S,
+        {**stack.environment({}), **given},
+        uuids,
+        tuple(gpu.visible for gpu in profile.gpus),
+    )
     env = stack_environment(attempt)
     if not uuids:
         return probe.ask(stack, None, env)
-    exclusive = any(gpu.mode.startswith("exclusive") for gpu in profile.gpus)  # one process at a time on each
-    # NVML stays open: without persistence mode the driver would start the GPUs anew for each process.
+    exclusive = any(
+        gpu.mode.startswith("exclusive") for gpu in profile.gpus
+    )  # one process at a time on each
+    # NVML stays open: without persistence mode the driver would start the GPUs anew for each
+    # process.
     with GpuLocks(cache_dir() / "state", run_id) as locks, Nvml(uuids) as nvml:
         free_mb = {name: nvml.look(name).free_mb for name in uuids if locks.acquire([name])}
         single, pair = (
@@ -81,18 +100,29 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
             if probe.problem_of_torch(answer, profile):
                 pool.shutdown(wait=False, cancel_futures=True)
             else:
-                answer |= probe.merge_pairs([(pair, each.result()) for pair, each in zip(pairs, added)])
+                answer |= probe.merge_pairs(
+                    [(pair, each.result()) for pair, each in zip(pairs, added)]
+                )
         return answer
 
 
-def check_torch(stack: Stack, profile: Profile, machine: Machine, given: Mapping[str, str]) -> tuple[Json, str | None]:
+def check_torch(
+    stack: Stack, profile: Profile, machine: Machine, given: Mapping[str, str]
+) -> tuple[Json, str | None]:
     """Return (the answer of the probe, why the stack cannot be used on this hardware or None)."""
     answer = ask_torch(stack, profile, given)
-    return answer, probe.problem(answer, stack, profile, machine) if "torch" in stack.versions else no_torch(stack)
+    return answer, (
+        probe.problem(answer, stack, profile, machine)
+        if "torch" in stack.versions
+        else no_torch(stack)
+    )
 
 
-def check_stacks(session: Session, cells: Iterable[matrix.Cell]) -> dict[str, tuple[Json, str | None]]:
-    """Ask the torch of each stack that these cells and their variants use on GPUs; return ``check_torch`` of each."""
+def check_stacks(
+    session: Session, cells: Iterable[matrix.Cell]
+) -> dict[str, tuple[Json, str | None]]:
+    """Ask the torch of each stack that these cells and their variants use on GPUs; return
+    ``check_torch`` of each."""
     cpu = {profile.name for profile in session.profiles if profile.accelerator == "cpu"}
     on_gpus = [cell for cell in cells if cell.hardware not in cpu]
     profile = replace(session.profile, gpus=tuple(session.gpus))
@@ -104,10 +134,14 @@ def check_stacks(session: Session, cells: Iterable[matrix.Cell]) -> dict[str, tu
     }
 
 
-def plan(session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False) -> None:
-    """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped.
+def plan(
+    session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False
+) -> None:
+    """Build what is missing and plan the cells; what cannot be built is the reason why they are
+    skipped.
 
-    ``build``: whether stacks may be built, and ops compiled. ``check_gpus``: ask the stacks' torch about them.
+    ``build``: whether stacks may be built, and ops compiled. ``check_gpus``: ask the stacks' torch
+    about them.
     Raises StackError for a name without a stack.
     """
     catalogue, machine, settings = session.catalogue, session.machine, session.settings
@@ -121,7 +155,9 @@ def plan(session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus
         session.unusable.add(name)
     usable = dict(session.stacks)
     compiling = [cell for cell in cells if cell.stack in usable and _compiles(session, cell)]
-    for name in ({cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)) & usable.keys():
+    for name in (
+        {cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)
+    ) & usable.keys():
         usable[name] = _with_op(usable[name], build)
     code = code_hashes(catalogue, {cell.case for cell in cells})
     stacks: Mapping[str, Stack | str] = {**usable, **session.to_build, **session.unavailable}
@@ -138,13 +174,21 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
     named = {cell.stack for cell in cells}
     for name in sorted(named - session.stacks.keys()):
         check(name)
-    # A stack that only one variant needs is used when it is there, and built by `repro stack build`. This includes
-    # variants that are not selected: their recorded attempts stay while they would be launched in the same way.
-    for name in sorted((named | _stacks_of_variants(session, cells, every=True)) - session.stacks.keys()):
+    # A stack that only one variant needs is used when it is there, and built by `repro stack
+    # build`. This includes variants that are not selected: their recorded attempts stay while they
+    # would be launched in the same way.
+    for name in sorted(
+        (named | _stacks_of_variants(session, cells, every=True)) - session.stacks.keys()
+    ):
         state = states.get(name)
         there = state in ("here", "built") or is_existing(name)
-        # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
-        unlisted = state is None and states.get(spec.parse(name).base, "here") in ("here", "built", "floating")
+        # What conf/stack does not list (a file, a swap) is built already or not: only resolving it
+        # tells.
+        unlisted = state is None and states.get(spec.parse(name).base, "here") in (
+            "here",
+            "built",
+            "floating",
+        )
         if not there and not (name in named if build else unlisted):
             if session.as_locked and name in named and (stack := described(name)):
                 session.to_build[name] = stack
@@ -159,30 +203,45 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
             session.unavailable[name] = str(error)
 
 
-def _stacks_of_variants(session: Session, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
+def _stacks_of_variants(
+    session: Session, cells: Iterable[matrix.Cell], every: bool = False
+) -> set[str]:
     cases = [session.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
     selected = None if every else session.settings.variants
-    variants = [case.variants[name] for case in cases for name in matrix.variants_of(case, selected)]
+    variants = [
+        case.variants[name] for case in cases for name in matrix.variants_of(case, selected)
+    ]
     return {variant.stack for variant in variants if variant.stack}
 
 
 def _compiles(session: Session, cell: matrix.Cell) -> bool:
     """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
-    if any(profile.name == cell.hardware and profile.accelerator != "cpu" for profile in session.profiles):
+    if any(
+        profile.name == cell.hardware and profile.accelerator != "cpu"
+        for profile in session.profiles
+    ):
         return False
     case = session.catalogue.cases[cell.case]
     variants = [case.variants[name] for name in matrix.variants_of(case, session.settings.variants)]
     strategies = {cell.strategy, *(variant.strategy for variant in variants if variant.strategy)}
-    needs = [case.requires.packages, case.launch.imports, *(variant.requires for variant in variants)]
+    needs = [
+        case.requires.packages,
+        case.launch.imports,
+        *(variant.requires for variant in variants),
+    ]
     needs += [session.catalogue.strategies[name].requires for name in strategies]
     return any(item.startswith("deepspeed") for items in needs for item in items)
 
 
 def _with_op(stack: Stack, build: bool) -> Stack:
-    """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without DeepSpeed."""
+    """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without
+    DeepSpeed."""
     problem = processes.no_compiler(stack)
     if build and problem is None and not processes.op_compiled(stack):
-        log(f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once; its cells follow")
+        log(
+            f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once; its cells"
+            " follow"
+        )
         problem = processes.compile_op(stack)
     if problem is None:
         return stack
@@ -190,7 +249,8 @@ def _with_op(stack: Stack, build: bool) -> Stack:
     return replace(stack, versions=versions, missing={"deepspeed": problem})
 
 
-# Real weights (weights=hub): downloaded once; the ranks then read them from the hub's own cache, offline
+# Real weights (weights=hub): downloaded once; the ranks then read them from the hub's own cache,
+# offline
 
 DOWNLOAD_S = 4 * 3600.0
 _DOWNLOAD = """
@@ -210,11 +270,16 @@ def download(stack: Stack, name: str) -> str | None:
     return f"weights=hub: {name} cannot be downloaded: {problem}{hint}"
 
 
-def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = "") -> tuple[Json, str]:
-    """Run a process of a stack; return its last line of JSON and why there is none ("" where there is one)."""
+def _ask(
+    command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = ""
+) -> tuple[Json, str]:
+    """Run a process of a stack; return its last line of JSON and why there is none ("" where there
+    is one)."""
     done = None
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env))
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env)
+        )
         return json.loads(re.findall(r"(?m)^\{.*", done.stdout)[-1]), ""
     except subprocess.TimeoutExpired:
         return {}, f"it was not done within {limit_s / 3600:g} hours"
@@ -223,7 +288,8 @@ def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: s
 
 
 def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list[CellPlan]:
-    """Return the plans with every model's weights on this machine; a variant without weights is skipped for that."""
+    """Return the plans with every model's weights on this machine; a variant without weights is
+    skipped for that."""
 
     @cache
     def problem(stack: str, hub: str) -> str | None:
@@ -236,17 +302,21 @@ def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list
         why = problem(variant.stack, model["hub"])
         return replace(variant, skip=Skip("weights", why, (model["hub"],)) if why else None)
 
-    return [replace(plan, variants=skip_with_first([*map(checked, plan.variants)])) for plan in plans]
+    return [
+        replace(plan, variants=skip_with_first([*map(checked, plan.variants)])) for plan in plans
+    ]
 
 
-# What models need in memory: facts that a process of the stack finds on meta tensors, stored in the user's cache
+# What models need in memory: facts that a process of the stack finds on meta tensors, stored in the
+# user's cache
 
 _WORKER = Path(__file__).resolve().parents[1] / "launch" / "worker" / "model_facts.py"
 _FACTS_S = 600
 
 
 def question(settings: Mapping[str, Any]) -> tuple[str, Json]:
-    """Return the question about the model of a variant, from its settings, and the key of the answer."""
+    """Return the question about the model of a variant, from its settings, and the key of the
+    answer."""
     flags, model = settings["flags"], settings["model"]
     asked = {
         "dtype": flags.get("dtype") or flags.get("base") or "float32",
@@ -254,14 +324,18 @@ def question(settings: Mapping[str, Any]) -> tuple[str, Json]:
         "checkpointing": bool(flags.get("checkpointing")),
     }
     same = {name: model.get(name) for name in ("model_type", "remote_code", "config")}
-    return spec.short_hash(json.dumps({**asked, "model": same}, sort_keys=True)), {**asked, "model": model}
+    return spec.short_hash(json.dumps({**asked, "model": same}, sort_keys=True)), {
+        **asked,
+        "model": model,
+    }
 
 
 def model_facts(stack: Stack, questions: Mapping[str, Json]) -> tuple[dict[str, Json], str]:
-    """Return what a stack has answered (a file per stack and version of the code that asks), and what went wrong or "".
+    """Return what a stack has answered (a file per stack and version of the code that asks), and
+    what went wrong or "".
 
-    One process of it is asked what is not known yet. That takes some seconds of CPU: importing torch and transformers,
-    and building each model on meta tensors.
+    One process of it is asked what is not known yet. That takes some seconds of CPU: importing
+    torch and transformers, and building each model on meta tensors.
     """
     kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
     sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
@@ -273,8 +347,13 @@ def model_facts(stack: Stack, questions: Mapping[str, Json]) -> tuple[dict[str, 
     if not missing:
         return known, ""
     env = {**os.environ, **stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"HF_MODULES_CACHE": str(path.with_name(f"modules-{stack.key}")), "CUDA_VISIBLE_DEVICES": ""}
-    answer, problem = _ask([stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, json.dumps(missing))
+    env |= {
+        "HF_MODULES_CACHE": str(path.with_name(f"modules-{stack.key}")),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    answer, problem = _ask(
+        [stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, json.dumps(missing)
+    )
     if problem:
         return known, f"stack {stack.name} does not tell what its models need: {problem}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -283,14 +362,24 @@ def model_facts(stack: Stack, questions: Mapping[str, Json]) -> tuple[dict[str, 
 
 
 def with_memory(
-    plans: list[CellPlan], catalogue: Catalogue, stacks: Mapping[str, Stack], machine: Machine, settings: RunSettings
+    plans: list[CellPlan],
+    catalogue: Catalogue,
+    stacks: Mapping[str, Stack],
+    machine: Machine,
+    settings: RunSettings,
 ) -> tuple[list[CellPlan], list[str]]:
     """Return the plans with the memory they need at full size, and what could not be found out."""
     cases = catalogue.cases
     questions: dict[str, dict[str, Json]] = {}
-    for variant in (variant for plan in plans for variant in plan.variants if settings.scale == "full"):
+    for variant in (
+        variant for plan in plans for variant in plan.variants if settings.scale == "full"
+    ):
         # Fake tensors have no data: a simulated case holds nothing of its model.
-        if variant.stack in stacks and not variant.skipped and not cases[variant.cell.case].simulated:
+        if (
+            variant.stack in stacks
+            and not variant.skipped
+            and not cases[variant.cell.case].simulated
+        ):
             questions.setdefault(variant.stack, {}).update([question(variant.settings)])
     facts = {name: model_facts(stacks[name], asked) for name, asked in questions.items()}
 
@@ -301,5 +390,8 @@ def with_memory(
         stored = facts[variant.stack][0].get(question(variant.settings)[0])
         return None if stored is None or "error" in stored else ModelSizes(**stored)
 
-    planned = [add_memory(plan, cases[plan.cell.case], machine, look_up, settings.deadline) for plan in plans]
+    planned = [
+        add_memory(plan, cases[plan.cell.case], machine, look_up, settings.deadline)
+        for plan in plans
+    ]
     return planned, [problem for _, problem in facts.values() if problem]

@@ -1,10 +1,12 @@
-"""Which attempt starts next, and on which GPUs: the widest and longest first, within GPUs, cores and memory.
+"""Which attempt starts next, and on which GPUs: the widest and longest first, within GPUs, cores
+and memory.
 
-List scheduling: whenever something is free, the first waiting task that fits is started. Wide tasks (more GPUs) come
-first, then the longest (Graham 1969: at most 4/3 of the optimum for tasks of one device). Tasks with GPUs are limited
-by the GPUs, the others by the cores, those that share a GPU by its memory and the cores, and all by memory. Cores are
-not counted out to tasks, since most wait for each other half of their time, and a hang all of it: more are started for
-as long as the machine is measured to be idle.
+List scheduling: whenever something is free, the first waiting task that fits is started. Wide tasks
+(more GPUs) come first, then the longest (Graham 1969: at most 4/3 of the optimum for tasks of one
+device). Tasks with GPUs are limited by the GPUs, the others by the cores, those that share a GPU by
+its memory and the cores, and all by memory. Cores are not counted out to tasks, since most wait for
+each other half of their time, and a hang all of it: more are started for as long as the machine is
+measured to be idle.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from repro_matrix.results.rows import Row
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together
-OTHER_USER_S = 60.0  # when nothing else is left to do: how long another user's process is waited for
-LOAD_S = 0.15  # between two measurements of the load: an attempt that has just started needs that long to show
+OTHER_USER_S = (
+    60.0  # when nothing else is left to do: how long another user's process is waited for
+)
+# between two measurements of the load: an attempt that has just started needs that long to show
+LOAD_S = 0.15
 UNKNOWN_S = 10.0  # expected of an attempt of which nothing was ever measured
 IDLE_PERCENT = 6.25  # of the machine's cores: so much is left when one more attempt is started
 
@@ -40,23 +45,32 @@ class Task:
     seconds: float
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
-    share_mb: int = 0  # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
+    share_mb: int = (
+        0  # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
+    )
     ranks: int = 1
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
     env: Mapping[str, str] = field(default_factory=dict, hash=False)  # beside the plan's
-    trace: bool = False  # it repeats a failed check of this index with a trace, and is no attempt of its own
+    trace: bool = (
+        False  # it repeats a failed check of this index with a trace, and is no attempt of its own
+    )
 
 
 class Schedule:
-    """The tasks of one run, waiting and running. ``jobs``: the most attempts at once; None: as many as fit."""
+    """The tasks of one run, waiting and running. ``jobs``: the most attempts at once; None: as many
+    as fit."""
 
-    def __init__(self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest") -> None:
+    def __init__(
+        self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest"
+    ) -> None:
         self.cores, self.memory_gb, self.jobs, self.order = cores, memory_gb, jobs, order
         self.waiting: list[Task] = []
         self.running: list[Task] = []
-        self._blocked: float | None = None  # since when nothing can start because other users have the GPUs
+        self._blocked: float | None = (
+            None  # since when nothing can start because other users have the GPUs
+        )
 
     def add(self, tasks: Iterable[Task]) -> None:
         self.waiting += tasks
@@ -68,12 +82,18 @@ class Schedule:
         self.waiting.insert(0, replace(task, **changes))  # type: ignore[arg-type]
 
     def next(
-        self, ready: Sequence[str], usable: Collection[str], idle: bool, room: Mapping[str, int] | None = None
+        self,
+        ready: Sequence[str],
+        usable: Collection[str],
+        idle: bool,
+        room: Mapping[str, int] | None = None,
     ) -> tuple[Task, list[str]] | None:
         """Return the first task that may start now and the GPUs for it.
 
-        ``ready``: GPUs that are free now; ``usable``: those and the ones that will be. ``idle``: whether the machine's
-        cores were measured to have time left. ``room``: MiB left on the GPUs that running tasks share.
+        ``ready``: GPUs that are free now; ``usable``: those and the ones that will be. ``idle``:
+        whether the machine's
+        cores were measured to have time left. ``room``: MiB left on the GPUs that running tasks
+        share.
         """
         if self.jobs is not None and len(self.running) >= self.jobs:
             return None
@@ -95,7 +115,8 @@ class Schedule:
         return None
 
     def _has_core(self, idle: bool) -> bool:
-        """Whether the cores can take one more task. A rank on a GPU keeps a core busy: it launches, and spins."""
+        """Whether the cores can take one more task. A rank on a GPU keeps a core busy: it launches,
+        and spins."""
         busy = sum(task.ranks if task.gpus else 1 for task in self.running)
         return busy < self.cores or (idle and len(self.running) < MOST_PER_CORE * self.cores)
 
@@ -109,7 +130,8 @@ class Schedule:
     def drop_hopeless(self, usable: int, working: int, now: float) -> list[Task]:
         """Remove and return the tasks that cannot start any more.
 
-        ``working``: GPUs that have not failed. ``usable``: those of them that no other user's process is on.
+        ``working``: GPUs that have not failed. ``usable``: those of them that no other user's
+        process is on.
         """
         lost = [task for task in self.waiting if task.gpus > working]
         if self.running or not self.waiting or any(task.gpus <= usable for task in self.waiting):
@@ -131,7 +153,10 @@ class CpuLoad:
 
     def idle(self) -> bool:
         if time.monotonic() - self._measured >= LOAD_S:
-            self._measured, self._idle = time.monotonic(), 100.0 - psutil.cpu_percent() >= IDLE_PERCENT
+            self._measured, self._idle = (
+                time.monotonic(),
+                100.0 - psutil.cpu_percent() >= IDLE_PERCENT,
+            )
         return self._idle
 
     def attempt_started(self) -> None:
@@ -163,7 +188,12 @@ def recorded(rows: Iterable[Row]) -> dict[tuple[str, str], Took]:
 
 
 def expect(known: Took | None, variant: VariantPlan) -> tuple[float, float]:
-    """Return the seconds and GiB to expect of one attempt. ``known``: what it took when it was measured."""
+    """Return the seconds and GiB to expect of one attempt. ``known``: what it took when it was
+    measured."""
     seconds = known.seconds if known else variant.expected_s or UNKNOWN_S
-    planned = variant.memory.host_node / GIB if variant.memory else MEMORY_PER_RANK_GB * variant.world_size
+    planned = (
+        variant.memory.host_node / GIB
+        if variant.memory
+        else MEMORY_PER_RANK_GB * variant.world_size
+    )
     return min(seconds, variant.deadline), (known and known.memory_gb) or planned

@@ -1,8 +1,10 @@
-"""Traces of attempts (launch/worker/tracer): of a user's script they are kept beside its result and compared later;
-of a case whose check failed, only the place where its training begins to differ from the single process is kept.
+"""Traces of attempts (launch/worker/tracer): of a user's script they are kept beside its result and
+compared later; of a case whose check failed, only the place where its training begins to differ
+from the single process is kept.
 
-Which failed checks are repeated with a trace: those of a training's numbers that are not expected, once for each
-variant, in tiny models. An expected failure has been explained, and tracing it would slow every run down.
+Which failed checks are repeated with a trace: those of a training's numbers that are not expected,
+once for each variant, in tiny models. An expected failure has been explained, and tracing it would
+slow every run down.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ NOISE = 2  # runs with one unit of rounding noise: repros/repro_kit/reference.py
 
 
 def variables(folder: Path, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a traced attempt. Hooks of modules are not called in what torch.compile compiles."""
-    return {TRACE: str(folder), "REPRO_WORKER": str(WORKER.parent), "TORCH_COMPILE_DISABLE": "1", **options}
+    """Return the variables of a traced attempt. Hooks of modules are not called in what
+    torch.compile compiles."""
+    return {
+        TRACE: str(folder),
+        "REPRO_WORKER": str(WORKER.parent),
+        "TORCH_COMPILE_DISABLE": "1",
+        **options,
+    }
 
 
 def keep(attempt: Attempt, observation: Observation, results: Path) -> None:
@@ -58,15 +66,24 @@ def place(folder: Path) -> dict[str, Any]:
 
 
 def unexplained(document: Document, case: Case) -> dict[str, int]:
-    """Return the variants to repeat with a trace, each with the index of its first attempt that failed such a check."""
-    if isinstance(case, AdhocCase) or case.pass_criteria.kind != "training" or document["scale"] != "tiny":
+    """Return the variants to repeat with a trace, each with the index of its first attempt that
+    failed such a check."""
+    if (
+        isinstance(case, AdhocCase)
+        or case.pass_criteria.kind != "training"
+        or document["scale"] != "tiny"
+    ):
         return {}
-    compared = {name: verdict["expected"] in CONFIRMED for name, verdict in document["verdicts"].items()}
+    compared = {
+        name: verdict["expected"] in CONFIRMED for name, verdict in document["verdicts"].items()
+    }
     found = {}
     for name, variant in document["variants"].items():
         made = variant["attempts"]
         failed = [index for index, each in enumerate(made) if _is_silent(each["outcome"])]
-        known = compared.get(name, bool(compared) and all(compared.values()))  # unfixed has no verdict
+        known = compared.get(
+            name, bool(compared) and all(compared.values())
+        )  # unfixed has no verdict
         if failed and not known and not any("place" in each["observation"] for each in made):
             found[name] = failed[0]
     return found

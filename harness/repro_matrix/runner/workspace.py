@@ -1,4 +1,5 @@
-"""Run a prepared session: its folder (new, or that of the run it continues), canary cells, launcher, locks, Ctrl-C."""
+"""Run a prepared session: its folder (new, or that of the run it continues), canary cells,
+launcher, locks, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,9 +41,15 @@ RESUMED = "what is recorded is kept: --resume continues the run"
 
 _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
 _INVARIANTS = {"collectives": ["reduce"]}
-_STRATEGY = {"slug": "none", "title": "no strategy", "allow_gpu_sharing": True, "invariants": _INVARIANTS}
+_STRATEGY = {
+    "slug": "none",
+    "title": "no strategy",
+    "allow_gpu_sharing": True,
+    "invariants": _INVARIANTS,
+}
 NCCL_ALONE = "nccl-alone"  # the profile of one rank with NCCL on any of the run's GPUs
-LOADED = 2.0  # processes that want to run for each core, above which load explains a canary that timed out
+# processes that want to run for each core, above which load explains a canary that timed out
+LOADED = 2.0
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
@@ -54,10 +61,12 @@ PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
 
 
 def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Return the overrides of the run that ``--resume`` continues, and its folder (None: a new one, or ``results=``).
+    """Return the overrides of the run that ``--resume`` continues, and its folder (None: a new one,
+    or ``results=``).
 
-    With a selection it is the last run of that selection, without one the last interrupted run. Overrides on the
-    command line replace those of the run. Raises ConfigError: there is no such run.
+    With a selection it is the last run of that selection, without one the last interrupted run.
+    Overrides on the command line replace those of the run. Raises ConfigError: there is no such
+    run.
     """
     line = overrides.parse(texts)
     named = compose_run(line.run).results
@@ -69,13 +78,18 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
         if last is None and not (root.is_dir() and any(root.iterdir())):
             log(f"--resume: {root} holds no results. The run begins from the start.")
     elif selected:
-        last = next((run for run in reversed(runs.listed(root)) if _selection(run.texts) == selected), None)
+        last = next(
+            (run for run in reversed(runs.listed(root)) if _selection(run.texts) == selected), None
+        )
         if last is None:
             log(f"--resume: {root} holds no run of this selection. The run begins from the start.")
     else:
         last = next((run for run in reversed(runs.listed(root)) if run.interrupted), None)
         if last is None:
-            raise ConfigError(f"--resume: {root} holds no interrupted run. Add the selection of the run (case=...).")
+            raise ConfigError(
+                f"--resume: {root} holds no interrupted run. Add the selection of the run"
+                " (case=...)."
+            )
     if last is None:
         return list(texts), None
     log(f"continuing {last.folder}: {' '.join(last.texts) or 'everything'}")
@@ -93,10 +107,14 @@ def _selection(texts: Sequence[str]) -> list[str] | None:
 
 
 @contextlib.contextmanager
-def folder(session: Session, texts: Sequence[str], before: Path | None = None) -> Iterator[Callable[[Summary], None]]:
-    """Open the run's folder for as long as it is measured; call what is yielded with the summary at the end.
+def folder(
+    session: Session, texts: Sequence[str], before: Path | None = None
+) -> Iterator[Callable[[Summary], None]]:
+    """Open the run's folder for as long as it is measured; call what is yielded with the summary at
+    the end.
 
-    ``before``: the folder of the run that it continues. A new folder in which nothing was measured is removed.
+    ``before``: the folder of the run that it continues. A new folder in which nothing was measured
+    is removed.
     """
     named = session.settings.results
     fresh = not named and before is None
@@ -104,10 +122,14 @@ def folder(session: Session, texts: Sequence[str], before: Path | None = None) -
     session.settings.results = str(root)
 
     def note(state: str, left: Sequence[str] = ()) -> None:
-        with contextlib.suppress(OSError):  # a folder that cannot be written to is reported with the first document
+        with contextlib.suppress(
+            OSError
+        ):  # a folder that cannot be written to is reported with the first document
             root.mkdir(parents=True, exist_ok=True)
             versions = {name: dict(stack.versions) for name, stack in session.stacks.items()}
-            runs.note(root, texts, state, left, versions, [_name(plan.cell) for plan in session.plans])
+            runs.note(
+                root, texts, state, left, versions, [_name(plan.cell) for plan in session.plans]
+            )
 
     def finish(ended: Summary) -> None:
         left = list(map(_name, ended.not_started))
@@ -131,10 +153,11 @@ def _name(cell: Cell) -> str:
 
 # The canary cells, which every run of the matrix measures first: does the harness itself work here?
 #
-# A failure, a working fix, a fix after which a number is wrong, and healthy work are measured like every cell, with the
-# run's stacks, profiles and launcher, the ranks' kit and the grader. Where one has another result than it must have, no
-# result of this run could be trusted, and nothing is measured. They are not in the catalogue: no list, claim or
-# published result includes them (conf/canary).
+# A failure, a working fix, a fix after which a number is wrong, and healthy work are measured like
+# every cell, with the run's stacks, profiles and launcher, the ranks' kit and the grader. Where one
+# has another result than it must have, no result of this run could be trusted, and nothing is
+# measured. They are not in the catalogue: no list, claim or published result includes them
+# (conf/canary).
 
 
 def canary_catalogue(of: Catalogue) -> Catalogue:
@@ -147,19 +170,34 @@ def canary_catalogue(of: Catalogue) -> Catalogue:
 
 
 def plan_canary(session: Session, ranks: Mapping[str, int]) -> list[CellPlan]:
-    """Plan the canary cells on every stack and profile of ``ranks`` (profile -> how many) where the run launches
-    something, and one rank with NCCL where that is on GPUs. ``session``: with the canary catalogue."""
-    launched = [(each.stack, plan.profile.name) for plan in session.plans for each in plan.variants if not each.skipped]
+    """Plan the canary cells on every stack and profile of ``ranks`` (profile -> how many) where the
+    run launches something, and one rank with NCCL where that is on GPUs. ``session``: with the
+    canary catalogue."""
+    launched = [
+        (each.stack, plan.profile.name)
+        for plan in session.plans
+        for each in plan.variants
+        if not each.skipped
+    ]
     on_gpus = {profile.name for profile in session.profiles if profile.gpus}
-    launched += [(stack, NCCL_ALONE) for stack, name in launched if name in on_gpus and _has_nccl(session, stack)]
+    launched += [
+        (stack, NCCL_ALONE)
+        for stack, name in launched
+        if name in on_gpus and _has_nccl(session, stack)
+    ]
     cells = [
         Cell(case, "none", "none", (), stack, name, ranks[name])
         for stack, name in dict.fromkeys(launched)
         for case in (session.catalogue.cases if name != NCCL_ALONE else ["canary-healthy"])
         if name in ranks
     ]
-    settings, profiles = RunSettings(env=dict(session.settings.env)), {each.name: each for each in session.profiles}
-    return Planner(session.catalogue, settings, profiles, session.machine, dict(session.stacks), {}).plan(cells)
+    settings, profiles = (
+        RunSettings(env=dict(session.settings.env)),
+        {each.name: each for each in session.profiles},
+    )
+    return Planner(
+        session.catalogue, settings, profiles, session.machine, dict(session.stacks), {}
+    ).plan(cells)
 
 
 def _has_nccl(session: Session, stack: str) -> bool:
@@ -172,7 +210,10 @@ def wrong_canaries(documents: Iterable[Document]) -> list[str]:
     lines = []
     for document in documents:
         for variant, (verdict, failures) in PLANTED[document["case"]].items():
-            graded: Any = document["verdicts"].get(variant) or {"name": "nothing", "reason": "not graded"}
+            graded: Any = document["verdicts"].get(variant) or {
+                "name": "nothing",
+                "reason": "not graded",
+            }
             found = [str(FailureId(**item)) for item in graded.get("failure_ids", ())]
             if (graded["name"], found) != (verdict, failures):
                 where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
@@ -183,9 +224,15 @@ def wrong_canaries(documents: Iterable[Document]) -> list[str]:
 
 def _nccl_errors(documents: Iterable[Document]) -> list[str]:
     """Return what NCCL gives as the cause, below its first line: "Last error: ..."."""
-    records = (rank["record"] for document in documents for each in _attempts(document)
-               for rank in each["observation"]["ranks"])  # fmt: skip
-    messages = (record["exception"]["message"] for record in records if record and record["exception"])
+    records = (
+        rank["record"]
+        for document in documents
+        for each in _attempts(document)
+        for rank in each["observation"]["ranks"]
+    )
+    messages = (
+        record["exception"]["message"] for record in records if record and record["exception"]
+    )
     found = (re.search(r"Last error:\s*(.+)", message) for message in messages)
     return list(dict.fromkeys(f"NCCL: {text[1]}" for text in found if text))
 
@@ -197,24 +244,49 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
     """
     planted = canary_catalogue(session.catalogue)
     alone = [Profile(NCCL_ALONE, "cuda", "nccl", tuple(session.gpus))] if session.gpus else []
-    inner = replace(session, catalogue=planted, time_limit=None, profiles=[*session.profiles, *alone])
-    two = {profile.name for profile in session.profiles if not profile.gpus or profile.shared or len(profile.gpus) > 1}
+    inner = replace(
+        session, catalogue=planted, time_limit=None, profiles=[*session.profiles, *alone]
+    )
+    two = {
+        profile.name
+        for profile in session.profiles
+        if not profile.gpus or profile.shared or len(profile.gpus) > 1
+    }
     ranks = {profile.name: 2 if profile.name in two else 1 for profile in inner.profiles}
     while cells := plan_canary(inner, ranks):
-        summary = Engine(inner, place, Store(place.run_dir / "canary"), lambda event: None).run(cells, stop)
+        summary = Engine(inner, place, Store(place.run_dir / "canary"), lambda event: None).run(
+            cells, stop
+        )
         if stop.is_set():
             return None
-        lacking = [document for document in summary.documents if any(map(_lacks_gpus, _attempts(document)))]
-        problems = wrong_canaries(document for document in summary.documents if document not in lacking)
+        lacking = [
+            document for document in summary.documents if any(map(_lacks_gpus, _attempts(document)))
+        ]
+        problems = wrong_canaries(
+            document for document in summary.documents if document not in lacking
+        )
         problems += [str(summary.problem)] if summary.problem else []
         if problems:
-            attempts = (attempt for document in summary.documents for attempt in _attempts(document))
+            attempts = (
+                attempt for document in summary.documents for attempt in _attempts(document)
+            )
             slow = any(attempt["observation"]["attempt"]["timed_out"] for attempt in attempts)
             load = os.getloadavg()[0] / session.machine.cores
-            loaded = f"this machine is too loaded ({load:.1f} processes for each core). Wait until less runs here"
-            what = loaded if slow and load > LOADED else "the harness itself does not work here (see `repro doctor`)"
-            return f"{what}; nothing was measured: {'; '.join([*_nccl_errors(summary.documents), *problems])}"
-        # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
+            loaded = (
+                f"this machine is too loaded ({load:.1f} processes for each core). Wait until less"
+                " runs here"
+            )
+            what = (
+                loaded
+                if slow and load > LOADED
+                else "the harness itself does not work here (see `repro doctor`)"
+            )
+            return (
+                f"{what}; nothing was measured:"
+                f" {'; '.join([*_nccl_errors(summary.documents), *problems])}"
+            )
+        # Others use the GPUs. Cells that need as many will report it; try the canary cells with
+        # fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
         ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
     return None
@@ -237,7 +309,8 @@ def workplace(
     gpus: Iterable[Gpu] = (),
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Workplace]:
-    """Open what runs share; everything is ended and released at the end. ``launcher``: of the settings."""
+    """Open what runs share; everything is ended and released at the end. ``launcher``: of the
+    settings."""
     state = cache_dir() / "state"
     for text in clear_leftovers(state):
         on_warning(f"cleared what an earlier run left: {text}")
@@ -247,7 +320,9 @@ def workplace(
         opened.callback(shutil.rmtree, run_dir, ignore_errors=True)
         nvml = opened.enter_context(Nvml(gpu.uuid for gpu in gpus))
         locks = opened.enter_context(GpuLocks(state, run_dir.name, nvml))
-        yield Workplace(opened.enter_context(contextlib.closing(open_launcher(launcher))), locks, nvml, run_dir)
+        yield Workplace(
+            opened.enter_context(contextlib.closing(open_launcher(launcher))), locks, nvml, run_dir
+        )
 
 
 def execute(
@@ -259,8 +334,9 @@ def execute(
     with_canary: bool = False,
     shared: Workplace | None = None,
 ) -> Summary:
-    """Run the session's plans over its results folder. ``with_canary``: measure the canary cells first, and nothing
-    else where their results are wrong (MeasureError). ``shared``: where several runs share a launcher."""
+    """Run the session's plans over its results folder. ``with_canary``: measure the canary cells
+    first, and nothing else where their results are wrong (MeasureError). ``shared``: where several
+    runs share a launcher."""
     store = Store(runs.results_folder(session.settings))
     store.open()
     try:
@@ -285,7 +361,8 @@ def interruptible(
     say: Callable[[str], None],
     kept: str = "what is recorded is kept: the same command continues",
 ) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for anything.
+    """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for
+    anything.
 
     ``kept``: what becomes of the results, for the message."""
 

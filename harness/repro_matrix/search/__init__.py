@@ -1,1 +1,2 @@
-"""Which release changed an answer: probes, searches over releases, packages and commits, advice on an upgrade."""
+"""Which release changed an answer: probes, searches over releases, packages and commits, advice on
+an upgrade."""

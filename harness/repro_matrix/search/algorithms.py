@@ -1,8 +1,10 @@
-"""Search algorithms: bisection, version maps, and delta debugging. Pure: the caller makes the probes.
+"""Search algorithms: bisection, version maps, and delta debugging. Pure: the caller makes the
+probes.
 
-A probe may answer "unknown": a release that cannot be installed, a hang, another error. History is never assumed to be
-monotone. A boundary is always a pair of probed points with different answers; the points between them are unknown, or
-not probed because the search ended early. So a boundary can be wide, but never wrong.
+A probe may answer "unknown": a release that cannot be installed, a hang, another error. History is
+never assumed to be monotone. A boundary is always a pair of probed points with different answers;
+the points between them are unknown, or not probed because the search ended early. So a boundary can
+be wide, but never wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class NoMoreProbes(Exception):
 
 
 class Stopped(NoMoreProbes):
-    """No more probes are possible (interrupted, disk full, package index unreachable); the stored ones stay."""
+    """No more probes are possible (interrupted, disk full, package index unreachable); the stored
+    ones stay."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
@@ -45,7 +48,8 @@ class Stopped(NoMoreProbes):
 class Trail(Generic[Q, A]):
     """All answers so far, in order. No question is asked twice.
 
-    ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the reason.
+    ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the
+    reason.
     """
 
     probe: Callable[[Q], A]
@@ -85,13 +89,18 @@ def _boundary(answers: Mapping[int, object], before: int, after: int) -> Boundar
 def boundaries(labels: Mapping[int, Label]) -> list[Boundary]:
     """Return the changes between neighbouring points with a label."""
     known = sorted(index for index, label in labels.items() if label is not None)
-    return [_boundary(labels, one, other) for one, other in pairwise(known) if labels[one] != labels[other]]
+    return [
+        _boundary(labels, one, other)
+        for one, other in pairwise(known)
+        if labels[one] != labels[other]
+    ]
 
 
 def _middle(answers: Mapping[int, object], low: int, high: int) -> int | None:
     """Return the middle of the longest range of points between the two that has no probe yet.
 
-    Unknown points come in blocks (a series of releases that cannot be installed): this leaves such a block.
+    Unknown points come in blocks (a series of releases that cannot be installed): this leaves such
+    a block.
     """
     probed = [low, *(i for i in range(low + 1, high) if i in answers), high]
     start, end = max(pairwise(probed), key=lambda pair: pair[1] - pair[0])
@@ -101,11 +110,12 @@ def _middle(answers: Mapping[int, object], low: int, high: int) -> int | None:
 def bisect(
     trail: Trail[int, Side], low: int, high: int, confirm: Callable[[int], Side] | None = None
 ) -> Boundary | None:
-    """Find one change between ``low``, which is known to be good, and ``high``, which is known to be bad.
+    """Find one change between ``low``, which is known to be good, and ``high``, which is known to
+    be bad.
 
-    Makes at most ceil(log2(high - low)) probes when no answer is unknown. ``confirm`` probes the last good point once
-    more at the end, since a flaky point may have looked good: if it is not good, the search continues. Returns None
-    where that shows ``low`` itself not to be good.
+    Makes at most ceil(log2(high - low)) probes when no answer is unknown. ``confirm`` probes the
+    last good point once more at the end, since a flaky point may have looked good: if it is not
+    good, the search continues. Returns None where that shows ``low`` itself not to be good.
     """
     confirmed: set[int] = set()
     try:
@@ -113,7 +123,10 @@ def bisect(
             point = _middle(trail.answers, low, high)
             if point is not None:
                 side = trail.ask(point)
-                low, high = (point if side is Side.GOOD else low), (point if side is Side.BAD else high)
+                low, high = (
+                    (point if side is Side.GOOD else low),
+                    (point if side is Side.BAD else high),
+                )
                 continue
             if confirm is None or low in confirmed:
                 break
@@ -130,10 +143,12 @@ def bisect(
 
 
 def repeats_for(reproductions: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
-    """Return how often to launch a point before it counts as passing, after ``reproductions`` in ``launches``.
+    """Return how often to launch a point before it counts as passing, after ``reproductions`` in
+    ``launches``.
 
-    One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point would have passed with
-    probability ``miss`` at most. A point that always failed is not known to be flaky: one launch is enough.
+    One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point
+    would have passed with probability ``miss`` at most. A point that always failed is not known to
+    be flaky: one launch is enough.
     """
     if reproductions == launches:
         return 1
@@ -149,13 +164,19 @@ def labels_of(trail: Trail[int, Mapping[str, Label]], variant: str) -> dict[int,
     return {index: trail.answers[index][variant] for index in sorted(trail.answers)}
 
 
-def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Sequence[str], samples: int = 8) -> None:
-    """Probe samples, then narrow every change of every variant to neighbours. A probe answers for all variants.
+def version_map(
+    trail: Trail[int, Mapping[str, Label]], count: int, variants: Sequence[str], samples: int = 8
+) -> None:
+    """Probe samples, then narrow every change of every variant to neighbours. A probe answers for
+    all variants.
 
-    Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1)))) probes for k changes when no answer is unknown.
+    Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1)))) probes for k changes when no
+    answer is unknown.
     """
     try:
-        last = min(count, samples) - 1  # samples at even distances: both ends, then always the middle of a largest gap
+        last = (
+            min(count, samples) - 1
+        )  # samples at even distances: both ends, then always the middle of a largest gap
         step: int | None = 0
         asked: dict[int, None] = {}
         while step is not None:
@@ -164,7 +185,9 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
             step = last if last not in asked else _middle(asked, 0, last)
         while True:
             edges = (edge for variant in variants for edge in boundaries(labels_of(trail, variant)))
-            gaps = (_middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed)
+            gaps = (
+                _middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed
+            )
             point_between = next(gaps, None)
             if point_between is None:
                 return
@@ -177,10 +200,11 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
 
 
 def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Return a subset that reproduces and of which no single thing can be left out (delta debugging).
+    """Return a subset that reproduces and of which no single thing can be left out (delta
+    debugging).
 
-    The whole set is known to reproduce. Leaves out everything, then halves, quarters ... and single things, from the
-    beginning; the last until none can be left out.
+    The whole set is known to reproduce. Leaves out everything, then halves, quarters ... and single
+    things, from the beginning; the last until none can be left out.
     """
     kept = tuple(things)
     size = len(kept)
@@ -198,9 +222,11 @@ def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> t
 
 
 def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
-    """Return one of ascending ``values`` that reproduces while its lower neighbour does not (or the first of all).
+    """Return one of ascending ``values`` that reproduces while its lower neighbour does not (or the
+    first of all).
 
-    The last value is known to reproduce. The first one is probed first: it is the cheapest, and often enough.
+    The last value is known to reproduce. The first one is probed first: it is the cheapest, and
+    often enough.
     """
     if len(values) == 1 or reproduced(values[0]):
         return values[0]
@@ -209,19 +235,24 @@ def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
 
 @dataclass(frozen=True)
 class Culprits:
-    """``members`` at the bad stack's versions make the good stack fail. None: not even all of them together do."""
+    """``members`` at the bad stack's versions make the good stack fail. None: not even all of them
+    together do."""
 
     members: tuple[str, ...] | None
     unproven: tuple[str, ...] = ()  # members for which it is unknown whether they can be left out
-    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # packages of both stacks: (good, bad)
+    changed: Mapping[str, tuple[str, str]] = field(
+        default_factory=dict
+    )  # packages of both stacks: (good, bad)
     notes: tuple[str, ...] = ()  # other differences between the stacks, not tested
     tried: tuple[tuple[str, str], ...] = ()  # (packages, answer)
 
 
 def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], Side]) -> Culprits:
-    """Return a smallest set of packages that carries the failure from the bad stack into the good one.
+    """Return a smallest set of packages that carries the failure from the bad stack into the good
+    one.
 
-    ``probe(taken)``: the good stack with these packages as in the bad one. A combination that cannot be installed is
+    ``probe(taken)``: the good stack with these packages as in the bad one. A combination that
+    cannot be installed is
     unknown and never counts as passing, so that packages may depend on each other.
     """
     trail = Trail(probe)
@@ -233,5 +264,7 @@ def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], Side])
     if not reproduced(everything):
         return Culprits(None)
     members = ddmin(everything, reproduced)
-    unproven = (item for item in members if trail.answers.get(frozenset(members) - {item}) is not Side.GOOD)
+    unproven = (
+        item for item in members if trail.answers.get(frozenset(members) - {item}) is not Side.GOOD
+    )
     return Culprits(members, tuple(unproven))

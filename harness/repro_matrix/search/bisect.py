@@ -1,7 +1,8 @@
 """Bisect releases, packages and commits: find the neighbours between which the answer changes.
 
-The two ends are verified first; they define which answer is good and which is bad. Any other answer in between
-(another error, a hang, a release that cannot be installed) is unknown: it is skipped and reported.
+The two ends are verified first; they define which answer is good and which is bad. Any other answer
+in between (another error, a hang, a release that cannot be installed) is unknown: it is skipped and
+reported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from repro_matrix.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Boundary, Culprits, Side, Stopped, Trail
 from repro_matrix.search.commits import Clone
-from repro_matrix.search.prober import OTHER_SIZE, PASSED, REPRODUCED, Answer, Point, Prober, SameResult, Target
+from repro_matrix.search.prober import (
+    OTHER_SIZE,
+    PASSED,
+    REPRODUCED,
+    Answer,
+    Point,
+    Prober,
+    SameResult,
+    Target,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class Roles:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The change lies between ``good`` and ``bad``, two of ``candidates`` targets. ``points``: all probes, in order."""
+    """The change lies between ``good`` and ``bad``, two of ``candidates`` targets. ``points``: all
+    probes, in order."""
 
     roles: Roles
     candidates: int
@@ -59,7 +70,8 @@ class Bisection:
 
 @dataclass
 class Search:
-    """One `repro bisect` of one variant: its searches one after another, each a stage of the report.
+    """One `repro bisect` of one variant: its searches one after another, each a stage of the
+    report.
 
     A flaky failure is repeated as often as its rate requires (``repeats``).
     """
@@ -76,7 +88,8 @@ class Search:
     repeats: int = 1
 
     def run(self, good: str, bad: str, package: str | None, base: str) -> None:
-        """Search between two releases of the package, or between two stacks. Raises Stopped before any result."""
+        """Search between two releases of the package, or between two stacks. Raises Stopped before
+        any result."""
         self.repeats = self.prober.repeat
         if is_release(good):
             self._releases(good, bad, package or "transformers", base)
@@ -85,7 +98,9 @@ class Search:
 
     def _releases(self, good: str, bad: str, package: str, base: str) -> None:
         available = locks.releases(package, yanked=True, pre=True)
-        one, other = (available[locks.exact(package, available, text)].version for text in (good, bad))
+        one, other = (
+            available[locks.exact(package, available, text)].version for text in (good, bad)
+        )
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
         stacks.resolve(base, say=self.prober.say)
@@ -113,7 +128,9 @@ class Search:
             else:
                 self._add(package, found)
         if self.clone is not None and self.clone.package not in members:
-            self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the culprit.")
+            self.notes.append(
+                f"--repo {self.clone.path} was not used: {self.clone.package} is not the culprit."
+            )
 
     def _add(self, package: str, found: Bisection) -> None:
         good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
@@ -121,7 +138,9 @@ class Search:
         low, high = sorted((good, bad))
         # The change may have come with a yanked release between the two neighbours.
         listed = locks.releases(package, yanked=True)
-        stage["yanked"] = [each.version for each in listed if each.yanked and low < each.parsed < high]
+        stage["yanked"] = [
+            each.version for each in listed if each.yanked and low < each.parsed < high
+        ]
         self.stages.append(stage)
         self.stopped = self.stopped or found.stopped
         if self.clone is not None and package == self.clone.package and self.stopped is None:
@@ -129,7 +148,9 @@ class Search:
 
     def _commits(self, clone: Clone, found: Bisection, older_is_good: bool) -> None:
         """Bisect the commits between the two releases, on top of the newer one's stack."""
-        good, bad = (clone.commit_of(point.versions[clone.package]) for point in (found.good, found.bad))
+        good, bad = (
+            clone.commit_of(point.versions[clone.package]) for point in (found.good, found.bad)
+        )
         base = (found.bad if older_is_good else found.good).target.spec
         commits = clone.between(good, bad)
         targets = [Target(f"commit {commit[:12]}", clone.stack(base, commit)) for commit in commits]
@@ -140,7 +161,9 @@ class Search:
             self.stopped = stopped
             return
         except ConfigError as error:
-            self.notes.append(f"The tagged commits do not give the releases' results, on top of {base}: {error}")
+            self.notes.append(
+                f"The tagged commits do not give the releases' results, on top of {base}: {error}"
+            )
             return
         stage = report.stage("commit", clone.package, result, self, older_is_good)
         self.stages.append(stage)
@@ -157,16 +180,28 @@ class Search:
         """Probe a target, and a flaky failure as often as its rate requires. Raises Stopped."""
         point = self.prober.probe(target)
         answer = point.variants[self.variant]
-        if not answer.flaky and answer.label not in (None, REPRODUCED) and answer.counted < self.repeats:
-            point = self.prober.probe(target, self.repeats)  # one passing attempt of a flaky failure is no proof
+        if (
+            not answer.flaky
+            and answer.label not in (None, REPRODUCED)
+            and answer.counted < self.repeats
+        ):
+            point = self.prober.probe(
+                target, self.repeats
+            )  # one passing attempt of a flaky failure is no proof
             answer = point.variants[self.variant]
         if answer.flaky:
-            self.repeats = max(self.repeats, algorithms.repeats_for(answer.reproductions, answer.counted))
+            self.repeats = max(
+                self.repeats, algorithms.repeats_for(answer.reproductions, answer.counted)
+            )
         return point
 
     def _roles(self, good: Target, bad: Target) -> Roles:
-        """Verify the two ends. Raises MeasureError: an end has no answer; ConfigError: wrong ends."""
-        worse, better = self._ask(bad).variants[self.variant], self._ask(good).variants[self.variant]
+        """Verify the two ends. Raises MeasureError: an end has no answer; ConfigError: wrong
+        ends."""
+        worse, better = (
+            self._ask(bad).variants[self.variant],
+            self._ask(good).variants[self.variant],
+        )
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
                 reason = f"variant {self.variant} has no result: {answer.detail}"
@@ -174,20 +209,23 @@ class Search:
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
         if (worse.result == better.result) if self.any_change else (worse.label == better.label):
             raise SameResult(
-                f"Cannot bisect: both ends give the same result ({ends}). Use `repro versions` to see the result of "
-                "every release, or describe the failure more precisely. It may also depend on:"
+                f"Cannot bisect: both ends give the same result ({ends}). Use `repro versions` to"
+                " see the result of every release, or describe the failure more precisely. It may"
+                " also depend on:"
             )
         if self.any_change:
             return Roles(str(better.result), str(worse.result), True)
         if worse.label != REPRODUCED:
             swapped = better.label == REPRODUCED
             hint = "Swap them." if swapped else "Use --any-change to find where the result changes."
-            raise ConfigError(f"Cannot bisect: the failure does not occur at the bad end ({ends}). {hint}")
+            raise ConfigError(
+                f"Cannot bisect: the failure does not occur at the bad end ({ends}). {hint}"
+            )
         return Roles(str(better.label), REPRODUCED)
 
     def _bisect(self, targets: Sequence[Target], roles: Roles) -> Bisection:
-        """Bisect ``targets``, in order from the good end to the bad one. Raises ConfigError where the ends are not
-        good and bad; Stopped before both ends are measured."""
+        """Bisect ``targets``, in order from the good end to the bad one. Raises ConfigError where
+        the ends are not good and bad; Stopped before both ends are measured."""
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
@@ -199,27 +237,44 @@ class Search:
         valid = (trail.answers[0], trail.answers[last]) == (Side.GOOD, Side.BAD)
         boundary = algorithms.bisect(trail, 0, last, confirm=probe) if valid else None
         if boundary is None:
-            ends = "; ".join(f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last))
+            ends = "; ".join(
+                f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last)
+            )
             raise ConfigError(f"Cannot bisect: the two ends do not differ as expected ({ends}).")
         stopped = trail.ended if isinstance(trail.ended, Stopped) else None
         return Bisection(
-            roles, len(targets), boundary, list(points.values()), points[boundary.before],
-            points[boundary.after], [points[i] for i in boundary.unknown], [targets[i] for i in boundary.unprobed],
+            roles,
+            len(targets),
+            boundary,
+            list(points.values()),
+            points[boundary.before],
+            points[boundary.after],
+            [points[i] for i in boundary.unknown],
+            [targets[i] for i in boundary.unprobed],
             stopped,
-        )  # fmt: skip
+        )
 
-    def _find_culprits(self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Culprits:
-        """Return the smallest set of packages that, at the versions of ``bad``, gives ``good`` the bad answer.
+    def _find_culprits(
+        self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()
+    ) -> Culprits:
+        """Return the smallest set of packages that, at the versions of ``bad``, gives ``good`` the
+        bad answer.
 
         ``spec``: the specification of ``good``."""
-        changed = {name: pair for name, pair in differences(good.versions, bad.versions).items() if all(pair)}
+        changed = {
+            name: pair
+            for name, pair in differences(good.versions, bad.versions).items()
+            if all(pair)
+        }
         tried: dict[str, str] = {}
 
         def probe(taken: frozenset[str]) -> Side:
             chosen = {name: changed[name][1] for name in changed if name in taken}
             words = [f"{name} {version}" for name, version in chosen.items()]
             target = Target(
-                " + ".join(["the good stack", *words]), _with_versions(spec, chosen.items()), fixed=_fixed(chosen)
+                " + ".join(["the good stack", *words]),
+                _with_versions(spec, chosen.items()),
+                fixed=_fixed(chosen),
             )
             answer = self._ask(target).variants[self.variant]
             tried[" + ".join(words) or "nothing"] = str(answer)
@@ -230,15 +285,21 @@ class Search:
             culprits = algorithms.find_culprits(items, probe)
             if culprits.members is not None:
                 break
-        return replace(culprits, changed=changed, notes=_untested(good, bad), tried=tuple(tried.items()))
+        return replace(
+            culprits, changed=changed, notes=_untested(good, bad), tried=tuple(tried.items())
+        )
 
     def _release_of(self, roles: Roles, spec: str, culprits: Culprits, package: str) -> Bisection:
-        """Return in which release the culprit package changed the answer. The other culprits stay as in the bad stack.
-        Raises ReproError, InvalidVersion."""
-        others = [(name, culprits.changed[name][1]) for name in culprits.members or () if name != package]
+        """Return in which release the culprit package changed the answer. The other culprits stay
+        as in the bad stack. Raises ReproError, InvalidVersion."""
+        others = [
+            (name, culprits.changed[name][1]) for name in culprits.members or () if name != package
+        ]
         fixed = _fixed([package, *(name for name, _ in others)])
         ends = culprits.changed[package]
-        targets = release_line(package, _with_versions(spec, others), *ends, unchanged=True, fixed=fixed)
+        targets = release_line(
+            package, _with_versions(spec, others), *ends, unchanged=True, fixed=fixed
+        )
         return self._bisect(targets, roles)
 
 
@@ -247,14 +308,15 @@ def _with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
 
 
 def _fixed(names: Iterable[str]) -> frozenset[str]:
-    """Return the packages that keep their versions in a probe: these, and the other usual causes of failures. The rest
-    (tokenizers ...) may move where a lock file pins a release that they do not accept."""
+    """Return the packages that keep their versions in a probe: these, and the other usual causes of
+    failures. The rest (tokenizers ...) may move where a lock file pins a release that they do not
+    accept."""
     return frozenset([*names, *UPSTREAM])
 
 
 def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
-    """Return the sets of packages to search, the cheapest first: usual causes that can be installed on top of the same
-    torch, all usual causes, then every package that differs."""
+    """Return the sets of packages to search, the cheapest first: usual causes that can be installed
+    on top of the same torch, all usual causes, then every package that differs."""
     if only:
         return [[name for name in changed if name in only]]
     usual = [name for name in changed if name in RELEVANT]
@@ -266,7 +328,9 @@ def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
 def _untested(good: Stack, bad: Stack) -> tuple[str, ...]:
     """Return the differences between two stacks that no probe can test."""
     pythons = good.versions.get("python", ""), bad.versions.get("python", "")
-    notes = [f"Python differs, too: {pythons[0]} and {pythons[1]}"] if pythons[0] != pythons[1] else []
+    notes = (
+        [f"Python differs, too: {pythons[0]} and {pythons[1]}"] if pythons[0] != pythons[1] else []
+    )
     for one, other, side in ((good, bad, "good"), (bad, good, "bad")):
         alone = [name for name in RELEVANT if name in one.versions and name not in other.versions]
         notes += [f"only the {side} stack has {', '.join(alone)}"] if alone else []
@@ -274,9 +338,16 @@ def _untested(good: Stack, bad: Stack) -> tuple[str, ...]:
 
 
 def release_line(
-    package: str, spec: str, good: str, bad: str, *, unchanged: bool = False, fixed: frozenset[str] = frozenset()
-) -> list[Target]:  # fmt: skip
-    """Return the releases of a package from the good version to the bad one, on top of a stack; both ends included.
+    package: str,
+    spec: str,
+    good: str,
+    bad: str,
+    *,
+    unchanged: bool = False,
+    fixed: frozenset[str] = frozenset(),
+) -> list[Target]:
+    """Return the releases of a package from the good version to the bad one, on top of a stack;
+    both ends included.
 
     ``unchanged``: the stack itself is the good end. ``fixed``: Target.fixed of all of them.
     """

@@ -1,4 +1,5 @@
-"""List what a failure may depend on where a search found no change, with the commands that vary it."""
+"""List what a failure may depend on where a search found no change, with the commands that vary
+it."""
 
 from __future__ import annotations
 
@@ -16,24 +17,36 @@ MOST = 2  # packages that are listed
 _COUNT = re.compile(r"(--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[= ])\d+")
 
 
-def list_causes(prober: Prober, searched: Collection[str], search: Sequence[str], versions: Sequence[str]) -> list[str]:
+def list_causes(
+    prober: Prober, searched: Collection[str], search: Sequence[str], versions: Sequence[str]
+) -> list[str]:
     """Return a line for each cause that the search did not vary.
 
-    ``searched``: packages. ``search``: its command; ``versions``: `repro versions` for the same script or case."""
+    ``searched``: packages. ``search``: its command; ``versions``: `repro versions` for the same
+    script or case."""
+
+    def command(package: str) -> str:
+        options = {"--package": package, "--range": None, "--max-probes": None}
+        return shlex.join(reworded(versions, options))
+
     return [
-        *(f"{why}: {shlex.join(reworded(versions, {'--package': name, '--range': None, '--max-probes': None}))}"
-          for name, why in _packages(prober, searched)),
+        *(f"{why}: {command(name)}" for name, why in _packages(prober, searched)),
         *_ranks(prober, search),
         "the device: the same command on another machine",
-    ]  # fmt: skip
+    ]
 
 
 def reworded(
-    words: Sequence[str], options: Mapping[str, str | None], flags: Collection[str] = (), more: Sequence[str] = ()
+    words: Sequence[str],
+    options: Mapping[str, str | None],
+    flags: Collection[str] = (),
+    more: Sequence[str] = (),
 ) -> list[str]:
-    """Return a command line of ours with these options changed, or left out where the value is None.
+    """Return a command line of ours with these options changed, or left out where the value is
+    None.
 
-    ``flags``: left out, too: options without a value, and overrides. ``more``: words that are added."""
+    ``flags``: left out, too: options without a value, and overrides. ``more``: words that are
+    added."""
     cut = words.index("--") if "--" in words else len(words)
     kept, is_value = [], False
     for word in words[:cut]:
@@ -41,7 +54,9 @@ def reworded(
         if not is_value and name not in {*options, *flags}:
             kept.append(word)
         is_value = not is_value and name in options and not equals
-    values = [part for name, value in options.items() if value is not None for part in (name, value)]
+    values = [
+        part for name, value in options.items() if value is not None for part in (name, value)
+    ]
     return [*kept, *values, *more, *words[cut:]]
 
 
@@ -51,11 +66,23 @@ def _packages(prober: Prober, searched: Collection[str]) -> Iterator[tuple[str, 
     versions: dict[str, str] = {}
     for document in (document_at(str(path)) for path in prober.launched if path.exists()):
         versions |= document["stack"]["versions"]
-        for made in (each for variant in document["variants"].values() for each in variant["attempts"]):
+        for made in (
+            each for variant in document["variants"].values() for each in variant["attempts"]
+        ):
             logs = [rank["log_tail"] for rank in made["observation"]["ranks"]]
-            named.update(re.findall(r"[a-z_]+", "\n".join([str(made["outcome"].get("reason")), *logs]).lower()))
-    count = {name: named[name.replace("-", "_")] for name in RELEVANT if name in versions and name != "python"}
-    others = sorted(count.keys() - {*searched}, key=lambda name: (-count[name], name != "torch", name))
+            named.update(
+                re.findall(
+                    r"[a-z_]+", "\n".join([str(made["outcome"].get("reason")), *logs]).lower()
+                )
+            )
+    count = {
+        name: named[name.replace("-", "_")]
+        for name in RELEVANT
+        if name in versions and name != "python"
+    }
+    others = sorted(
+        count.keys() - {*searched}, key=lambda name: (-count[name], name != "torch", name)
+    )
     for name in [name for name in others if count[name]][:MOST] or others[:1]:
         yield name, f"{name} ({versions[name]} here{', named in the log' if count[name] else ''})"
 

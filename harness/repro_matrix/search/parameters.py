@@ -1,7 +1,8 @@
 """What a reduction varies: the settings of a case; the arguments and variables of a script. Pure.
 
-A parameter's values begin with the simplest: left out, the default, or the least valid number. A parameter without a
-simpler value (``eval``, ``train``) keeps its value; whether the failure needs it is tested all the same.
+A parameter's values begin with the simplest: left out, the default, or the least valid number. A
+parameter without a simpler value (``eval``, ``train``) keeps its value; whether the failure needs
+it is tested all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ OUT = "(left out)"  # the value of an omitted parameter
 
 @dataclass(frozen=True)
 class Parameter:
-    """``values`` begin with the simplest one. ``number``: they ascend, and the smallest that fails is wanted."""
+    """``values`` begin with the simplest one. ``number``: they ascend, and the smallest that fails
+    is wanted."""
 
     name: str  # such as flags.mixed, ranks, --lr
     given: Value
@@ -42,12 +44,15 @@ def replaced(config: Config, index: int, value: Value) -> Config:
     return (*config[:index], value, *config[index + 1 :])
 
 
-def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -> tuple[Config, bool]:
+def reduce(
+    parameters: Sequence[Parameter], trail: Trail[Config, bool | None]
+) -> tuple[Config, bool]:
     """Return a minimal configuration, and whether the search is complete.
     The given one is known to fail. Only an answer True makes it smaller.
 
-    Numbers first, since small values are cheap to probe: all at their simplest at once, else one after another; then
-    delta debugging of the choices; repeated until nothing changes. At the end every other value of each choice.
+    Numbers first, since small values are cheap to probe: all at their simplest at once, else one
+    after another; then delta debugging of the choices; repeated until nothing changes. At the end
+    every other value of each choice.
     """
     best: Config = tuple(parameter.given for parameter in parameters)
     numbers = [index for index, parameter in enumerate(parameters) if parameter.number]
@@ -61,7 +66,9 @@ def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -
         return False
 
     def simplify(config: Config, indexes: set[int]) -> Config:
-        return tuple(each.simplest if at in indexes else config[at] for at, each in enumerate(parameters))
+        return tuple(
+            each.simplest if at in indexes else config[at] for at, each in enumerate(parameters)
+        )
 
     try:
         while True:
@@ -70,10 +77,20 @@ def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -
                 for index in numbers:
                     now, values = best, parameters[index].values
                     lower = values[: values.index(now[index]) + 1]
-                    least(lower, lambda value, now=now, index=index: reproduced(replaced(now, index, value)))  # type: ignore[misc]
+                    least(
+                        lower,
+                        lambda value, now=now, index=index: reproduced(  # type: ignore[misc]
+                            replaced(now, index, value)
+                        ),
+                    )
             now = best
             large = [index for index in choices if now[index] != parameters[index].simplest]
-            ddmin(large, lambda kept, now=now, large=large: reproduced(simplify(now, set(large) - set(kept))))  # type: ignore[misc]
+            ddmin(
+                large,
+                lambda kept, now=now, large=large: reproduced(  # type: ignore[misc]
+                    simplify(now, set(large) - set(kept))
+                ),
+            )
             if best == before:
                 break
         for index in choices:
@@ -86,9 +103,11 @@ def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -
 
 
 def needed(parameter: Parameter, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
-    """Return whether the failure needs the parameter at ``value``; None: not tested, or without an answer.
+    """Return whether the failure needs the parameter at ``value``; None: not tested, or without an
+    answer.
 
-    It is needed if the failure does not occur at the simplest value, or (where ``value`` is that) at no other one.
+    It is needed if the failure does not occur at the simplest value, or (where ``value`` is that)
+    at no other one.
     ``answers``: by value, all else as in the minimal configuration.
     """
     if value != parameter.simplest:
@@ -103,15 +122,23 @@ def needed(parameter: Parameter, value: Value, answers: Mapping[Value, bool | No
 # -- of a case: flags, the strategy's options, the model's size, ranks, steps, environment variables
 
 LAYERS, HEADS = "num_hidden_layers", "num_attention_heads"
-WIDTHS = ("intermediate_size", "hidden_size", "vocab_size")  # in the order in which they are made smaller
+WIDTHS = (
+    "intermediate_size",
+    "hidden_size",
+    "vocab_size",
+)  # in the order in which they are made smaller
 _SIZES = tuple(f"model.config.{key}" for key in (LAYERS, *WIDTHS))
 _REDUCED = ("model", "strategy", "variants", "repeat", "ranks", "steps", *_SIZES)
 
 
 def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
-    """Return the request without the settings that vary, and with the axes that the variant changes."""
+    """Return the request without the settings that vary, and with the axes that the variant
+    changes."""
     spec = case.variants[variant]
-    axes: dict[str, Any] = {"model": spec.model or cell.model, "strategy": spec.strategy or cell.strategy}
+    axes: dict[str, Any] = {
+        "model": spec.model or cell.model,
+        "strategy": spec.strategy or cell.strategy,
+    }
     if case.launch.env:
         axes["case.launch.env"] = {}  # each is a parameter
     groups = ("flags.", "case.options.", "strategy.options.", "env.")
@@ -119,21 +146,34 @@ def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
 
 
 def of_case(
-    catalogue: Catalogue, case: Case, variant: str, given: Settings, reference: Settings, env: Mapping[str, str]
+    catalogue: Catalogue,
+    case: Case,
+    variant: str,
+    given: Settings,
+    reference: Settings,
+    env: Mapping[str, str],
 ) -> tuple[Parameter, ...]:
-    """Return what can vary. ``given``: the settings of the variant to reduce (repro_kit/settings.py). ``reference``:
-    those of the unfixed variant in the ``base_of`` request."""
-    found = [_flag(name, flag, given["flags"][name], reference["flags"][name]) for name, flag in case.flags.items()]
+    """Return what can vary. ``given``: the settings of the variant to reduce
+    (repro_kit/settings.py). ``reference``: those of the unfixed variant in the ``base_of``
+    request."""
+    found = [
+        _flag(name, flag, given["flags"][name], reference["flags"][name])
+        for name, flag in case.flags.items()
+    ]
     strategy = catalogue.strategies[given["strategy"]["slug"]]
     options, usual = given["strategy"]["options"], reference["strategy"]["options"]
     for name, default in strategy.options.items():
         values = strategy.choices.get(name) or ([False, True] if isinstance(default, bool) else [])
         # A case's options win over its strategy's.
-        found.append(_choice(f"case.options.{name}", [default, *values], options[name], usual[name]))
+        found.append(
+            _choice(f"case.options.{name}", [default, *values], options[name], usual[name])
+        )
     found += _sizes(given["model"]["config"], reference["model"]["config"])
     if case.supports_other_world_sizes:
         ranks = given["world_size"]
-        found.append(_number("ranks", range(min(case.min_ranks, ranks), ranks + 1), reference["world_size"]))
+        found.append(
+            _number("ranks", range(min(case.min_ranks, ranks), ranks + 1), reference["world_size"])
+        )
     found.append(_number("steps", range(1, given["steps"] + 1), reference["steps"]))
     for name, value in {**case.launch.env, **env, **case.variants[variant].env}.items():
         found.append(_choice(f"env.{name}", [OUT], value, OUT))
@@ -164,7 +204,9 @@ def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Parameter | 
     """Simplest: null (unset), then false (off); otherwise no value is simpler than another."""
     key = f"flags.{name}"
     if flag.choices is not None:
-        simplest = next((plain for plain in (None, False) if any(each is plain for each in flag.choices)), given)
+        simplest = next(
+            (plain for plain in (None, False) if any(each is plain for each in flag.choices)), given
+        )
         return _choice(key, [simplest, *flag.choices], given, reference)
     if _is_number(given) and given > 1:
         return _number(key, range(1, given + 1), reference)
@@ -184,7 +226,14 @@ def _sizes(given: Settings, reference: Settings) -> Iterator[Parameter]:
 
 def _doubled(least_value: int, most: int) -> list[int]:
     """Return ``least_value``, twice it, four times it ... below ``most``, and ``most``."""
-    return [*(least_value << power for power in range(most.bit_length()) if least_value << power < most), most]
+    return [
+        *(
+            least_value << power
+            for power in range(most.bit_length())
+            if least_value << power < most
+        ),
+        most,
+    ]
 
 
 # -- of a script: its arguments
@@ -208,7 +257,8 @@ class Argument:
 
 
 def arguments_of(words: Sequence[str]) -> tuple[Argument, ...]:
-    """Split ``--lr 1e-4 --layers=24 --bf16 train`` into options, each with the words up to the next option."""
+    """Split ``--lr 1e-4 --layers=24 --bf16 train`` into options, each with the words up to the next
+    option."""
     groups: list[list[str]] = []
     for word in words:
         if _is_option(word) or not groups or not _is_option(groups[-1][0]) or "=" in groups[-1][0]:

@@ -1,7 +1,7 @@
 """Probe one cell of one case on one stack. A probe is stored like every run and never repeated.
 
-Its result is stored at once in the ordinary results folder: to continue an interrupted search, run the same command
-again.
+Its result is stored at once in the ordinary results folder: to continue an interrupted search, run
+the same command again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from repro_matrix.search.algorithms import Stopped
 
 REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
 OTHER_SIZE = "other_size"  # numbers differ where those of the bad end do, by another size
-NOT_REPEATED = ("case", "variants", "repeat", "results", "jobs", "keep")  # settings that cannot change a result
+NOT_REPEATED = (
+    "case",
+    "variants",
+    "repeat",
+    "results",
+    "jobs",
+    "keep",
+)  # settings that cannot change a result
 Say = Callable[[str], None]
 
 
@@ -49,7 +56,8 @@ class SameResult(ConfigError):
 class Answer:
     """What a variant shows on one stack.
 
-    ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, ``other_size: FAILURE ID``, or None where it
+    ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, ``other_size: FAILURE
+    ID``, or None where it
     is unknown. ``detail``: the message behind the label, or the reason why there is none.
     """
 
@@ -70,7 +78,8 @@ class Answer:
 
     @property
     def result(self) -> str | None:
-        """Return the label with the failure's id: a release may change the error and not whether it occurs."""
+        """Return the label with the failure's id: a release may change the error and not whether it
+        occurs."""
         return f"{self.label}: {self.failure}" if self.label == REPRODUCED else self.label
 
     @property
@@ -86,7 +95,8 @@ class Answer:
 
 
 def answer_of(case: str, variant: Variant | None) -> Answer:
-    """Return the answer of a stored variant. One failure is proof; ``passed`` needs every attempt to pass."""
+    """Return the answer of a stored variant. One failure is proof; ``passed`` needs every attempt
+    to pass."""
     if variant is None or not (variant["skipped"] or variant["attempts"]):
         return Answer(None, "not run")
     if variant["skipped"]:
@@ -99,18 +109,29 @@ def answer_of(case: str, variant: Variant | None) -> Answer:
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
     counted = sum(name in (REPRODUCED, PASSED, OTHER) for name in names)
     reproductions = names.count(REPRODUCED)
-    decisive = [each for each in outcomes if each["outcome"] == (REPRODUCED if reproductions else OTHER)]
-    ids = Counter(", ".join(map(str, failure_ids(case, Outcome.from_json(each)))) for each in decisive).most_common(1)
+    decisive = [
+        each for each in outcomes if each["outcome"] == (REPRODUCED if reproductions else OTHER)
+    ]
+    ids = Counter(
+        ", ".join(map(str, failure_ids(case, Outcome.from_json(each)))) for each in decisive
+    ).most_common(1)
     evidence = Answer(
-        None, failure_text(case, outcomes), reproductions, counted, ids[0][0] if ids else "", error_at(attempts),
+        None,
+        failure_text(case, outcomes),
+        reproductions,
+        counted,
+        ids[0][0] if ids else "",
+        error_at(attempts),
         torchrun=attempts[0]["observation"]["attempt"].get("torchrun"),
-    )  # fmt: skip
+    )
     if reproductions:
         return replace(evidence, label=REPRODUCED)
     for outcome in outcomes:
         if outcome["outcome"] not in (PASSED, OTHER):
             detail = f"{outcome['outcome']}: {outcome['reason']}"
-            return replace(evidence, detail=detail, error_at=None, infra_error=outcome.get("infra_error"))
+            return replace(
+                evidence, detail=detail, error_at=None, infra_error=outcome.get("infra_error")
+            )
     if not decisive:
         return replace(evidence, label=PASSED, detail=outcomes[0]["reason"], error_at=None)
     return replace(evidence, label=f"{OTHER}: {evidence.failure}")
@@ -122,7 +143,8 @@ class Target:
 
     name: str  # in a report, such as transformers 4.40.0
     spec: str
-    # Packages that keep their versions; other replaced ones may move where they have to. Empty: all keep theirs.
+    # Packages that keep their versions; other replaced ones may move where they have to. Empty: all
+    # keep theirs.
     fixed: frozenset[str] = frozenset()
 
 
@@ -133,7 +155,9 @@ class Point:
     target: Target
     variants: Mapping[str, Answer]
     versions: Mapping[str, str] = field(default_factory=dict)
-    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # other packages that had to change
+    moved: Mapping[str, tuple[str, str]] = field(
+        default_factory=dict
+    )  # other packages that had to change
     document: str | None = None  # the stored result
     wall_s: float = 0.0  # of the probe: stack, launch, ranks
     attempts: int = 0  # launched now; 0: read from the store
@@ -141,7 +165,9 @@ class Point:
     @property
     def counted(self) -> int:
         """Return the smallest number of attempts with evidence among the variants that have any."""
-        return min((answer.counted for answer in self.variants.values() if answer.counted), default=10**9)
+        return min(
+            (answer.counted for answer in self.variants.values() if answer.counted), default=10**9
+        )
 
 
 def one_case(name: str) -> Case:
@@ -158,7 +184,10 @@ def one_variant(case: Case, name: str | None) -> str:
     if variant not in case.variants:
         raise unknown("variant", variant, case.variants, f"case {case.slug}")
     if case.variants[variant].stack:
-        raise ConfigError(f"Variant {variant} of {case.slug} has a stack of its own ({case.variants[variant].stack}).")
+        raise ConfigError(
+            f"Variant {variant} of {case.slug} has a stack of its own"
+            f" ({case.variants[variant].stack})."
+        )
     return variant
 
 
@@ -167,12 +196,15 @@ def one_cell(request: Request) -> tuple[Case, Cell]:
     name = request.selections[0].case[0]
     if len(request.cells) != 1:
         count = len(request.cells)
-        raise ConfigError(f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=.")
+        raise ConfigError(
+            f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=."
+        )
     return request.catalogue.cases[name], request.cells[0]
 
 
 class CellRunner(ExitStack):
-    """Measure one cell after another with one launcher, which ``with`` ends. Stored results are not measured again."""
+    """Measure one cell after another with one launcher, which ``with`` ends. Stored results are not
+    measured again."""
 
     def __init__(self, say: Say, stop: threading.Event) -> None:
         super().__init__()
@@ -183,9 +215,15 @@ class CellRunner(ExitStack):
         self.seconds: defaultdict[Path, float] = defaultdict(float)
 
     def measure(
-        self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str = ""
+        self,
+        request: Request,
+        stack: Stack,
+        variants: Sequence[str],
+        repeat: int,
+        starting: str = "",
     ) -> tuple[Document, Path, int]:
-        """Return the result of the request's one cell, its file, and how many attempts this command launched for it.
+        """Return the result of the request's one cell, its file, and how many attempts this command
+        launched for it.
 
         ``starting``: what to say at each launch.
         Raises Stopped, and ConfigError where there is no such cell.
@@ -193,7 +231,9 @@ class CellRunner(ExitStack):
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         began = time.monotonic()
-        prepared = session.prepare(request.for_stack(stack.name, variants, repeat), given={stack.name: stack})
+        prepared = session.prepare(
+            request.for_stack(stack.name, variants, repeat), given={stack.name: stack}
+        )
         if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
             shared = workspace.workplace(prepared.settings.launcher, gpus, self.say)
@@ -207,21 +247,30 @@ class CellRunner(ExitStack):
             shared=self._place,
         )
         if summary.problem or summary.interrupted:
-            raise Stopped(str(summary.problem or "interrupted"), summary.problem.exit_code if summary.problem else 130)
+            raise Stopped(
+                str(summary.problem or "interrupted"),
+                summary.problem.exit_code if summary.problem else 130,
+            )
         document = summary.documents[0]
         store = Store(runs.results_folder(prepared.settings))
-        path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
+        path = store.path_of(
+            document["hardware"]["profile"], document["stack"]["label"], document["cell_id"]
+        )
         self.launched[path] += summary.attempts
         self.seconds[path] += time.monotonic() - began
         return document, path, self.launched[path]
 
 
 class Prober(CellRunner):
-    """Probe one cell on many stacks. ``variants``: only these (the first variant always among them); None: all that
-    follow the stack."""
+    """Probe one cell on many stacks. ``variants``: only these (the first variant always among
+    them); None: all that follow the stack."""
 
     def __init__(
-        self, request: Request, say: Say, stop: threading.Event, variants: Sequence[str] | None = None
+        self,
+        request: Request,
+        say: Say,
+        stop: threading.Event,
+        variants: Sequence[str] | None = None,
     ) -> None:
         super().__init__(say, stop)
         self.request, self.settings = request, request.settings
@@ -229,26 +278,33 @@ class Prober(CellRunner):
         chosen = variants or self.settings.variants or self.case.variants
         wanted = variants_of(self.case, overrides.expand("variant", chosen, self.case.variants))
         self.own_stack = {
-            name: spec.stack for name, spec in self.case.variants.items() if spec.stack and name in wanted
+            name: spec.stack
+            for name, spec in self.case.variants.items()
+            if spec.stack and name in wanted
         }
         self.variants = [variant for variant in wanted if variant not in self.own_stack]
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was defined, for the report
-        self.place: dict[str, Any] | None = None  # where the numbers of the bad end differ (external/compare.py)
+        self.place: dict[str, Any] | None = (
+            None  # where the numbers of the bad end differ (external/compare.py)
+        )
 
     def learn(self, good: Target, bad: Target) -> None:
-        """Define the failure by the two ends if the user did not. A case's file defines its failure."""
+        """Define the failure by the two ends if the user did not. A case's file defines its
+        failure."""
 
     def command(self, spec: str, variant: str) -> list[str]:
-        """Return the `repro run` command of the variant on a stack, without settings that cannot change the result."""
+        """Return the `repro run` command of the variant on a stack, without settings that cannot
+        change the result."""
         plain = spec.replace("==", "@")  # equivalent, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
         texts = self.request.texts(without=NOT_REPEATED)
         return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants={variant}"]
 
     def resolve(self, target: Target) -> Stack:
-        """Return the target's stack; its name is the specification that could be installed. Raises StackError."""
+        """Return the target's stack; its name is the specification that could be installed. Raises
+        StackError."""
         if target.fixed:
             return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
         return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)
@@ -277,18 +333,28 @@ class Prober(CellRunner):
                 raise Stopped("interrupted", 130) from None
             if error.infra_error:
                 raise Stopped(str(error), error.exit_code) from None
-            # No such release, none for this Python, contradictory requirements: the answer is unknown.
+            # No such release, none for this Python, contradictory requirements: the answer is
+            # unknown.
             reason = comparable_text(str(error).removeprefix(f"stack {target.spec}: "))
             unknown_answer = Answer(None, f"cannot be installed: {reason}")
-            point = Point(target, dict.fromkeys(self.variants, unknown_answer), wall_s=time.monotonic() - began)
+            point = Point(
+                target,
+                dict.fromkeys(self.variants, unknown_answer),
+                wall_s=time.monotonic() - began,
+            )
         else:
             built = time.monotonic() - began
             document, path, attempts = self.measure(self.request, stack, self.variants, wanted)
             answers = {variant: self.answer(document, variant) for variant in self.variants}
             point = Point(
-                replace(target, spec=stack.name), answers, dict(stack.versions), dict(stack.moved), str(path),
-                built + self.seconds[path], attempts,
-            )  # fmt: skip
+                replace(target, spec=stack.name),
+                answers,
+                dict(stack.versions),
+                dict(stack.moved),
+                str(path),
+                built + self.seconds[path],
+                attempts,
+            )
         self.points[target.spec] = point
         answer = point.variants[self.variants[0]]
         how = f"{point.wall_s:.1f} s" if point.attempts or not answer.counted else "stored"

@@ -1,7 +1,7 @@
 """Reduce a failure to its smallest trigger: a case's settings, or a script's arguments and ranks.
 
-Every probe is a launched, stored attempt, graded like any other. What is stored is read, not launched again: a search
-continues when the same command is given again.
+Every probe is a launched, stored attempt, graded like any other. What is stored is read, not
+launched again: a search continues when the same command is given again.
 """
 
 from __future__ import annotations
@@ -30,22 +30,31 @@ from repro_matrix.text import counted
 
 Json = dict[str, Any]
 CONFIRMED = 3  # attempts of the result: whether it fails every time
-# Infrastructure errors that the script causes, not the machine: another attempt would show them again.
+# Infrastructure errors that the script causes, not the machine: another attempt would show them
+# again.
 LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
-DEADLINE_FACTOR, MIN_DEADLINE_S = 5.0, 20.0  # of an attempt's deadline: times the failure's duration, in seconds
+DEADLINE_FACTOR, MIN_DEADLINE_S = (
+    5.0,
+    20.0,
+)  # of an attempt's deadline: times the failure's duration, in seconds
 
 
 class Reduction(CellRunner):
-    """One reduction. ``max_attempts``: limit of launches. ``repeat``: attempts per configuration."""
+    """One reduction. ``max_attempts``: limit of launches. ``repeat``: attempts per
+    configuration."""
 
     slug: str
     variant: str  # that is launched
     parameters: tuple[Parameter, ...]
 
-    def __init__(self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event) -> None:
+    def __init__(
+        self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event
+    ) -> None:
         super().__init__(say, stop)
         self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
-        self.probes: dict[Hashable, Answer] = {}  # by configuration, or by the sizes of a fix; in order
+        self.probes: dict[
+            Hashable, Answer
+        ] = {}  # by configuration, or by the sizes of a fix; in order
         self.notes: list[str] = []
         self.unsure: list[str] = []  # the configurations without an answer because of the machine
         self.attempts = 0
@@ -77,7 +86,8 @@ class Reduction(CellRunner):
                 return config, first
 
     def _has_enough_attempts(self, answer: Answer) -> bool:
-        """Whether the probes had enough attempts for so frequent a failure; otherwise increase ``repeat``."""
+        """Whether the probes had enough attempts for so frequent a failure; otherwise increase
+        ``repeat``."""
         wanted = repeats_for(answer.reproductions, answer.counted) if answer.flaky else 1
         if self.repeat >= wanted:
             return True
@@ -91,17 +101,30 @@ class Reduction(CellRunner):
 
     def _reproduced(self, config: Config) -> bool | None:
         probe = self.probes.get(config)
-        if probe is None or (probe.document and not probe.reproduced and probe.counted < self.repeat):
+        if probe is None or (
+            probe.document and not probe.reproduced and probe.counted < self.repeat
+        ):
             probe = self._probe(config, self.repeat)
         return probe.reproduced
 
     def _probe(self, config: Config, repeat: int) -> Answer:
-        changed = [f"{each.name}={value}" for each, value in zip(self.parameters, config) if value != each.given]
-        return self._launch(config, " ".join(changed) or "as given", lambda: self.request(config), repeat)
+        changed = [
+            f"{each.name}={value}"
+            for each, value in zip(self.parameters, config)
+            if value != each.given
+        ]
+        return self._launch(
+            config, " ".join(changed) or "as given", lambda: self.request(config), repeat
+        )
 
     def _launch(
-        self, key: Hashable, what: str, request: Callable[[], Request], repeat: int, variant: str = ""
-    ) -> Answer:  # fmt: skip
+        self,
+        key: Hashable,
+        what: str,
+        request: Callable[[], Request],
+        repeat: int,
+        variant: str = "",
+    ) -> Answer:
         """Measure a request, or read its stored result. Raises NoMoreProbes."""
         variant = variant or self.variant
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
@@ -109,13 +132,23 @@ class Reduction(CellRunner):
         began, attempts = time.monotonic(), 0
         try:
             document, path, attempts = self.measure(request(), self.stack, [variant], repeat)
-            found = replace(prober.answer_of(self.slug, document["variants"].get(variant)), document=str(path))
-        except ConfigError as error:  # more ranks than this machine has memory for, an option that is refused
+            found = replace(
+                prober.answer_of(self.slug, document["variants"].get(variant)), document=str(path)
+            )
+        except (
+            ConfigError
+        ) as error:  # more ranks than this machine has memory for, an option that is refused
             found = Answer(None, f"no such cell: {comparable_text(str(error))}")
         self.probes[key] = found
         self.attempts += attempts
         self.unsure += [] if found.infra_error in (None, *LASTING) else [what]
-        how = f"{time.monotonic() - began:.1f} s" if attempts else "stored" if found.document else "not launched"
+        how = (
+            f"{time.monotonic() - began:.1f} s"
+            if attempts
+            else "stored"
+            if found.document
+            else "not launched"
+        )
         self.say(f"{len(self.probes)}: {what}: {found} ({how})")
         return found
 
@@ -125,45 +158,69 @@ class Reduction(CellRunner):
         varied = [self._varied(config, at) for at in range(len(self.parameters))]
         names = [each.name for each in self.parameters]
         return {
-            "kind": "reduced", "failure": first.detail, **data,
+            "kind": "reduced",
+            "failure": first.detail,
+            **data,
             "stack": {"name": self.stack.name, "versions": dict(self.stack.versions)},
-            "error_at": final.error_at, "document": final.document,
+            "error_at": final.error_at,
+            "document": final.document,
             "confirmed": f"{final.reproductions} of {final.counted}",
-            "needs": [each["name"] for each in varied if each["needed"]], "varied": varied, "unsure": self.unsure,
+            "needs": [each["name"] for each in varied if each["needed"]],
+            "varied": varied,
+            "unsure": self.unsure,
             "minimal": dict(zip(names, config)),
-            "done": self.ended is None and not self.unsure, "notes": self.notes,
+            "done": self.ended is None and not self.unsure,
+            "notes": self.notes,
             "probes": [
-                {"config": dict(zip(names, key)) if isinstance(key, tuple) else None, "answer": str(probe),
-                 "document": probe.document}
+                {
+                    "config": dict(zip(names, key)) if isinstance(key, tuple) else None,
+                    "answer": str(probe),
+                    "document": probe.document,
+                }
                 for key, probe in self.probes.items()
             ],
-            "attempts": self.attempts, "repeat": self.repeat,
-        }  # fmt: skip
+            "attempts": self.attempts,
+            "repeat": self.repeat,
+        }
 
     def _varied(self, config: Config, at: int) -> Json:
         parameter, value = self.parameters[at], config[at]
-        probes = {other: self.probes.get(parameters.replaced(config, at, other)) for other in parameter.values}
+        probes = {
+            other: self.probes.get(parameters.replaced(config, at, other))
+            for other in parameter.values
+        }
         answers = {other: probe.reproduced for other, probe in probes.items() if probe is not None}
         return {
-            "name": parameter.name, "given": parameter.given, "value": value, "number": parameter.number,
+            "name": parameter.name,
+            "given": parameter.given,
+            "value": value,
+            "number": parameter.number,
             "needed": parameters.needed(parameter, value, answers),
             "answers": [
                 {"value": other, "reproduced": probe.reproduced, "answer": str(probe)}
-                for other, probe in probes.items() if probe is not None and other != value
+                for other, probe in probes.items()
+                if probe is not None and other != value
             ],
-        }  # fmt: skip
+        }
 
 
 class CaseReduction(Reduction):
-    """Reduce the settings of a case's variant. Every configuration is launched under the name of its first variant.
+    """Reduce the settings of a case's variant. Every configuration is launched under the name of
+    its first variant.
 
-    Sizes count only where the first fix of the same cell still passes: else every variant fails at them.
+    Sizes count only where the first fix of the same cell still passes: else every variant fails at
+    them.
     """
 
     def __init__(
-        self, variant: str | None, request: Request, stack: Stack, max_attempts: int | None, say: Say,
+        self,
+        variant: str | None,
+        request: Request,
+        stack: Stack,
+        max_attempts: int | None,
+        say: Say,
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raise ConfigError where there is no such case or variant, or more than one cell."""
         case, cell = prober.one_cell(request)
         super().__init__(stack, request.settings.repeat or case.repeat, max_attempts, say, stop)
@@ -174,14 +231,24 @@ class CaseReduction(Reduction):
         if plan.skipped:
             raise MeasureError(f"{case.slug}, variant {variant}: {plan.skipped}")
         self.base = parameters.base_of(case, variant, request, cell)
-        self.fix = next((name for name, each in case.variants.items() if each.role == "fix" and not (
-            each.model or each.strategy or each.stack)), None)  # fmt: skip
+        self.fix = next(
+            (
+                name
+                for name, each in case.variants.items()
+                if each.role == "fix" and not (each.model or each.strategy or each.stack)
+            ),
+            None,
+        )
         usual = self._prepare(self.base, self.variant).plans[0].variants[0]
         env = dict(given.settings.env)
-        self.parameters = parameters.of_case(given.catalogue, case, variant, plan.settings, usual.settings, env)
+        self.parameters = parameters.of_case(
+            given.catalogue, case, variant, plan.settings, usual.settings, env
+        )
 
     def _prepare(self, request: Request, variant: str) -> session.Session:
-        return session.prepare(request.for_stack(self.stack.name, [variant], 1), given={self.stack.name: self.stack})
+        return session.prepare(
+            request.for_stack(self.stack.name, [variant], 1), given={self.stack.name: self.stack}
+        )
 
     def request(self, config: Config) -> Request:
         return self.base.with_values(parameters.overrides_of(self.parameters, config))
@@ -190,10 +257,16 @@ class CaseReduction(Reduction):
         found = super()._probe(config, repeat)
         if not found.reproduced or self.fix is None:
             return found
-        sizes = {name: value for name, value in parameters.overrides_of(self.parameters, config).items()
-                 if name in ("ranks", "steps") or name.startswith("model.config.")}  # fmt: skip
+        sizes = {
+            name: value
+            for name, value in parameters.overrides_of(self.parameters, config).items()
+            if name in ("ranks", "steps") or name.startswith("model.config.")
+        }
         key, first = frozenset(sizes.items()), len(self.probes) == 1
-        what = f"{self.fix} {' '.join(f'{name}={value}' for name, value in sizes.items()) or 'as given'}"
+        what = (
+            f"{self.fix}"
+            f" {' '.join(f'{name}={value}' for name, value in sizes.items()) or 'as given'}"
+        )
         fixed = self.probes.get(key) or self._launch(
             key, what, lambda: self.base.with_values(sizes), self.repeat, self.fix
         )
@@ -202,30 +275,49 @@ class CaseReduction(Reduction):
         if first:  # there is no fix to keep
             self.fix = None
             return found
-        self.probes[config] = replace(found, label=f"other_failure: the fix {self.fix} fails, too: {fixed}")
+        self.probes[config] = replace(
+            found, label=f"other_failure: the fix {self.fix} fails, too: {fixed}"
+        )
         return self.probes[config]
 
     def command(self, config: Config) -> list[str]:
         texts = self.request(config).texts(without=prober.NOT_REPEATED)
-        return ["repro", "run", self.slug, *texts, f"stack={self.stack.name.replace('==', '@')}",
-                f"variants={self.variant}"]  # fmt: skip
+        return [
+            "repro",
+            "run",
+            self.slug,
+            *texts,
+            f"stack={self.stack.name.replace('==', '@')}",
+            f"variants={self.variant}",
+        ]
 
     def run(self) -> Json:
         config, first = self._reduce()
         data = {
-            "case": self.slug, "variant": self.reduced_variant, "what": f"{self.slug} on {self.stack.name}",
-            "overrides": self.request(config).texts(without=("case",)), "command": self.command(config),
-        }  # fmt: skip
+            "case": self.slug,
+            "variant": self.reduced_variant,
+            "what": f"{self.slug} on {self.stack.name}",
+            "overrides": self.request(config).texts(without=("case",)),
+            "command": self.command(config),
+        }
         return self._result(config, first, data)
 
 
 class ScriptReduction(Reduction):
-    """Reduce a user's script: its arguments, variables and ranks. ``word``: the script on the command line."""
+    """Reduce a user's script: its arguments, variables and ranks. ``word``: the script on the
+    command line."""
 
     def __init__(
-        self, script: Script, word: str, args: str, stack: Stack, repeat: int, max_attempts: int | None, say: Say,
+        self,
+        script: Script,
+        word: str,
+        args: str,
+        stack: Stack,
+        repeat: int,
+        max_attempts: int | None,
+        say: Say,
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(stack, repeat, max_attempts, say, stop)
         self.script, self.word = script, word
         self.slug, self.variant = script.slug, VARIANT
@@ -245,7 +337,9 @@ class ScriptReduction(Reduction):
         values = dict(zip((each.name for each in self.parameters), config))
         old = self.script.command
         nproc = int(values.get("nproc", old.nproc))
-        command = command_of_script(self.word, nproc, shlex.join(self._words(config)), module=old.script is None)
+        command = command_of_script(
+            self.word, nproc, shlex.join(self._words(config)), module=old.script is None
+        )
         env = tuple(pair for pair in self.script.env if values[f"env.{pair[0]}"] != OUT)
         return replace(self.script, command=command, env=env)
 
@@ -256,21 +350,34 @@ class ScriptReduction(Reduction):
         script = self.configured(config)
         env = [f"env.{name}={value}" for name, value in script.env]
         shown = shlex.split(script.command.shown)
-        return ["repro", "run", *env, f"stack={self.stack.name}", *script.failure.option, "--", *shown]
+        return [
+            "repro",
+            "run",
+            *env,
+            f"stack={self.stack.name}",
+            *script.failure.option,
+            "--",
+            *shown,
+        ]
 
     def run(self) -> Json:
         self._learn()
         config, first = self._reduce()
         data = {
-            "what": f"{self.script.command.shown} on {self.stack.name}", "script": self.word,
-            "nproc": self.configured(config).command.nproc, "args": self._words(config),
+            "what": f"{self.script.command.shown} on {self.stack.name}",
+            "script": self.word,
+            "nproc": self.configured(config).command.nproc,
+            "args": self._words(config),
             "command": self.command(config),
-        }  # fmt: skip
+        }
         return self._result(config, first, data)
 
     def _learn(self) -> None:
-        """Take the first attempt's failure where none was given, so that another error never counts as it."""
-        document, _, launched = self.measure(self.script.request(self.stack.name), self.stack, [VARIANT], 1)
+        """Take the first attempt's failure where none was given, so that another error never counts
+        as it."""
+        document, _, launched = self.measure(
+            self.script.request(self.stack.name), self.stack, [VARIANT], 1
+        )
         self.attempts += launched
         variant = document["variants"][VARIANT]
         if not variant["attempts"]:
@@ -282,12 +389,18 @@ class ScriptReduction(Reduction):
             if failure is None:
                 kind = MeasureError if outcome.outcome == "infra_error" else ConfigError
                 raise kind(
-                    f"The script does not fail with an exception: {outcome.outcome}: {outcome.reason}. "
-                    "Describe its failure with --exit, --log, --hang or --metric."
+                    f"The script does not fail with an exception: {outcome.outcome}:"
+                    f" {outcome.reason}. Describe its failure with --exit, --log, --hang or"
+                    " --metric."
                 )
             self.script = replace(self.script, failure=failure)
-            self.notes.append(f"No failure was given; it is the one of the first attempt, `{failure.text}`.")
+            self.notes.append(
+                f"No failure was given; it is the one of the first attempt, `{failure.text}`."
+            )
             self.say(self.notes[-1])
         if self.script.failure.hang_s is None:  # a much slower attempt does not show the failure
-            limit = max(MIN_DEADLINE_S, DEADLINE_FACTOR * round(made["observation"]["attempt"]["wall_s"] / 5 + 1) * 5)
+            limit = max(
+                MIN_DEADLINE_S,
+                DEADLINE_FACTOR * round(made["observation"]["attempt"]["wall_s"] / 5 + 1) * 5,
+            )
             self.script = replace(self.script, deadline_s=min(self.script.deadline_s, limit))

@@ -1,4 +1,5 @@
-"""Results of searches as plain data with stable keys, and as Markdown for a terminal or to paste into an issue."""
+"""Results of searches as plain data with stable keys, and as Markdown for a terminal or to paste
+into an issue."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ Data = dict[str, Any]
 
 
 def render(template: str, data: Data) -> str:
-    """Return the Markdown of a result. Markup, mentions and control characters of other programs are made harmless."""
+    """Return the Markdown of a result. Markup, mentions and control characters of other programs
+    are made harmless."""
     import jinja2
 
     loader = jinja2.PackageLoader("repro_matrix.search")
     environment = jinja2.Environment(
         loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["cell"] = lambda value: _inert(str(value)).replace("|", "\\|").replace("\n", " ")
+    environment.filters["cell"] = lambda value: (
+        _inert(str(value)).replace("|", "\\|").replace("\n", " ")
+    )
     environment.filters["text"] = _inert
     return printable(environment.get_template(f"{template}.md.j2").render(**data))
 
@@ -60,14 +64,28 @@ def bisection(search: Search, command: str) -> Data:
     failure = getattr(case, "failure", None)  # of a script
     points = list(prober.points.values())
     return {
-        "case": case.slug, "references": case.references, "model": cell.model if failure is None else "",
-        "title": case.title if failure is None else f"{case.title} (the failure: {failure or 'any failure'})",
-        "strategy": cell.strategy, "variant": search.variant, "packages": vars(culprits) if culprits else None,
-        "stages": search.stages, "notes": [*prober.notes, *search.notes], "command": command,
-        "hardware": f"{profile.name} ({machine.cpu})", "commit": git_state()[0], "result": " ".join(result),
-        "place": prober.place, "stopped": str(search.stopped) if search.stopped else None, "probes": len(points),
+        "case": case.slug,
+        "references": case.references,
+        "model": cell.model if failure is None else "",
+        "title": (
+            case.title
+            if failure is None
+            else f"{case.title} (the failure: {failure or 'any failure'})"
+        ),
+        "strategy": cell.strategy,
+        "variant": search.variant,
+        "packages": vars(culprits) if culprits else None,
+        "stages": search.stages,
+        "notes": [*prober.notes, *search.notes],
+        "command": command,
+        "hardware": f"{profile.name} ({machine.cpu})",
+        "commit": git_state()[0],
+        "result": " ".join(result),
+        "place": prober.place,
+        "stopped": str(search.stopped) if search.stopped else None,
+        "probes": len(points),
         "launched": sum(point.attempts > 0 for point in points),
-    }  # fmt: skip
+    }
 
 
 def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good: bool) -> Data:
@@ -76,37 +94,57 @@ def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good:
     probes = []
     for point in found.points:
         answer = point.variants[variant]
-        probes.append({
-            "name": point.target.name, "role": roles.side(answer).value, "answer": answer.label or str(answer),
-            "attempts": answer.counted, "launched": point.attempts, "wall_s": round(point.wall_s, 1),
-            "document": point.document,
-        })  # fmt: skip
+        probes.append(
+            {
+                "name": point.target.name,
+                "role": roles.side(answer).value,
+                "answer": answer.label or str(answer),
+                "attempts": answer.counted,
+                "launched": point.attempts,
+                "wall_s": round(point.wall_s, 1),
+                "document": point.document,
+            }
+        )
     changed = differences(found.good.versions, found.bad.versions)
     return {
-        "kind": kind, "what": what, "candidates": found.candidates, "title": None, "yanked": [],
+        "kind": kind,
+        "what": what,
+        "candidates": found.candidates,
+        "title": None,
+        "yanked": [],
         "exact": found.boundary.exact,
-        "good": _end(found.good, variant, prober), "bad": _end(found.bad, variant, prober),
+        "good": _end(found.good, variant, prober),
+        "bad": _end(found.bad, variant, prober),
         "also_changed": {name: list(pair) for name, pair in changed.items() if name != what},
-        "unknown": [{"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown],
-        "unprobed": [target.name for target in found.unprobed], "probes": probes,
+        "unknown": [
+            {"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown
+        ],
+        "unprobed": [target.name for target in found.unprobed],
+        "probes": probes,
         "sentence": _sentence(kind, found, variant, older_is_good, prober.place is not None),
         "good_means": None if roles.exact or roles.good == PASSED else roles.good,
-    }  # fmt: skip
+    }
 
 
 def _end(point: Point, variant: str, prober: Prober) -> Data:
     answer, target = point.variants[variant], point.target
     changes = {name: version for name, (_, version) in point.moved.items() if version}
-    pinned = sorted(f"{name} @ {new}" if "://" in new else f"{name}=={new}" for name, new in changes.items())
+    pinned = sorted(
+        f"{name} @ {new}" if "://" in new else f"{name}=={new}" for name, new in changes.items()
+    )
     return {
         "word": "another size" if str(answer.label).startswith(OTHER_SIZE) else "good",
-        "name": target.name, "stack": target.spec, "answer": answer.label, "error_at": answer.error_at,
-        "text": f"{answer.label}: {answer.detail}", "times": f"{answer.reproductions} of {answer.counted}",
+        "name": target.name,
+        "stack": target.spec,
+        "answer": answer.label,
+        "error_at": answer.error_at,
+        "text": f"{answer.label}: {answer.detail}",
+        "times": f"{answer.reproductions} of {answer.counted}",
         "document": point.document,
         "run": shlex.join(prober.command(target.spec, variant)),
         "install": shlex.join(["pip", "install", *pinned]) if pinned else None,
         "torchrun": _portable(answer.torchrun or ""),
-    }  # fmt: skip
+    }
 
 
 def _portable(line: str) -> str:
@@ -119,17 +157,27 @@ def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, nu
     """Return the result in a line, with no more than was measured."""
     good, bad = found.good.target.name, found.bad.target.name
     label = found.good.variants[variant].label or ""
-    other = "" if found.roles.exact or label == PASSED else f"fails differently: {label.partition(': ')[2] or label}"
+    other = (
+        ""
+        if found.roles.exact or label == PASSED
+        else f"fails differently: {label.partition(': ')[2] or label}"
+    )
     if not found.boundary.exact:
         between = len(found.unknown) + len(found.unprobed)
         better = other or "good"
-        return f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between them are unknown"
+        return (
+            f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between"
+            " them are unknown"
+        )
     if numbers:  # neither side is known to be right
         before, after = (good, bad) if older_is_good else (bad, good)
         text = f"{after} is the {kind} that changed the numbers; {before} is the last one before it"
         return text if label == PASSED else f"{text}. {good} differs, too: {label}"
     if other:
-        return f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good} {other}"
+        return (
+            f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good}"
+            f" {other}"
+        )
     if older_is_good:
         return f"{bad} is the first bad {kind}, {good} the last good one"
     return f"{good} is the first good {kind}, {bad} the last bad one"
@@ -139,38 +187,64 @@ def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, nu
 
 
 def version_map(
-    prober: Prober, base: str, package: str, names: Sequence[str], trail: Trail[int, Mapping[str, Label]],
+    prober: Prober,
+    base: str,
+    package: str,
+    names: Sequence[str],
+    trail: Trail[int, Mapping[str, Label]],
     points: Mapping[int, Point],
-) -> Data:  # fmt: skip
+) -> Data:
     """Return the map of all variants. ``names``: the releases; ``points`` by their index."""
 
     def describe(variant: str) -> Data:
         labels = labels_of(trail, variant)
         segments = []
-        for label, group in groupby((i for i in labels if labels[i] is not None), key=labels.__getitem__):
+        for label, group in groupby(
+            (i for i in labels if labels[i] is not None), key=labels.__getitem__
+        ):
             probed = list(group)
-            segments.append({
-                "first": names[probed[0]], "last": names[probed[-1]], "answer": label,
-                "probed": [names[i] for i in probed], "releases": probed[-1] - probed[0] + 1,
-            })  # fmt: skip
+            segments.append(
+                {
+                    "first": names[probed[0]],
+                    "last": names[probed[-1]],
+                    "answer": label,
+                    "probed": [names[i] for i in probed],
+                    "releases": probed[-1] - probed[0] + 1,
+                }
+            )
         edges = [
-            {"before": names[edge.before], "after": names[edge.after], "adjacent": edge.exact,
-             "unknown": [names[i] for i in edge.unknown], "unprobed": [names[i] for i in edge.unprobed]}
+            {
+                "before": names[edge.before],
+                "after": names[edge.after],
+                "adjacent": edge.exact,
+                "unknown": [names[i] for i in edge.unknown],
+                "unprobed": [names[i] for i in edge.unprobed],
+            }
             for edge in boundaries(labels)
-        ]  # fmt: skip
+        ]
         reasons = {i: points[i].variants[variant].detail for i in labels if labels[i] is None}
         unknown = [{"release": names[i], "reason": reason} for i, reason in reasons.items()]
         return {"segments": segments, "boundaries": edges, "unknown": unknown}
 
     return {
-        "case": prober.case.slug, "model": prober.cell.model, "strategy": prober.cell.strategy, "package": package,
-        "stack": base, "complete": trail.ended is None, "releases": list(names), "own_stack": prober.own_stack,
+        "case": prober.case.slug,
+        "model": prober.cell.model,
+        "strategy": prober.cell.strategy,
+        "package": package,
+        "stack": base,
+        "complete": trail.ended is None,
+        "releases": list(names),
+        "own_stack": prober.own_stack,
         "variants": {variant: describe(variant) for variant in prober.variants},
         "unprobed": [name for i, name in enumerate(names) if i not in points],
         "probes": [
-            {"release": names[i], "document": point.document, "launched": point.attempts,
-             "wall_s": round(point.wall_s, 2),
-             "answers": {variant: answer.result for variant, answer in point.variants.items()}}
+            {
+                "release": names[i],
+                "document": point.document,
+                "launched": point.attempts,
+                "wall_s": round(point.wall_s, 2),
+                "answers": {variant: answer.result for variant, answer in point.variants.items()},
+            }
             for i, point in sorted(points.items())
         ],
-    }  # fmt: skip
+    }

@@ -1,8 +1,10 @@
-"""One step of a training, whatever its ranks and micro-batches, as a table of rows per tensor. Pure.
+"""One step of a training, whatever its ranks and micro-batches, as a table of rows per tensor.
+Pure.
 
-Sketches are linear: the slices of a sharded tensor, and the addends of a partial one, add up to the sketch of the
-whole. Samples are known by a number of their inputs, and equal ones by counting. Ranks that saw the same samples
-(replicas of tensor parallelism) are one group; there are as many groups as the data is divided between.
+Sketches are linear: the slices of a sharded tensor, and the addends of a partial one, add up to the
+sketch of the whole. Samples are known by a number of their inputs, and equal ones by counting.
+Ranks that saw the same samples (replicas of tensor parallelism) are one group; there are as many
+groups as the data is divided between.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from repro_matrix.traces.reader import Event, K, Trace
 from repro_matrix.traces.tolerance import epsilon
 
 Array = Any  # numpy's, whose type parameters say nothing here
-Sample = tuple[Any, ...]  # root, checksum of its inputs, with gradients or not, and how often it was seen before
+Sample = tuple[
+    Any, ...
+]  # root, checksum of its inputs, with gradients or not, and how often it was seen before
 Batch = tuple[int, tuple[str, ...], tuple[str, ...], bool]  # root, samples, labels, with gradients
 ROOT = re.compile(r"root(\d+)\.")
 ACTIVATIONS = ("in", "fwd", "bwd")
@@ -40,8 +44,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor: a row per sample, or per batch (local gradients), or per rank that holds the whole; one row where ranks
-    hold slices. ``ids`` are the same on both sides of a comparison, ``owners`` say where a row comes from."""
+    """A tensor: a row per sample, or per batch (local gradients), or per rank that holds the whole;
+    one row where ranks hold slices. ``ids`` are the same on both sides of a comparison, ``owners``
+    say where a row comes from."""
 
     ids: list[Sample]
     owners: list[Owner]
@@ -56,7 +61,8 @@ class Rows:
         return Rows(ids, owners, self.values[chosen], self.norms[chosen], self.shape, self.dtype)
 
     def norms_of(self, groups: Mapping[int, tuple[int, ...]]) -> Rows:
-        """Return one norm per sample and group, where ranks have slices whose place in the whole is not known."""
+        """Return one norm per sample and group, where ranks have slices whose place in the whole is
+        not known."""
         squares: dict[tuple[Sample, Owner], float] = {}
         for id_, (ranks, micro), norm in zip(self.ids, self.owners, self.norms):
             place = id_, (groups[ranks[0]], micro)
@@ -70,11 +76,16 @@ NOTHING = Rows([], [], np.zeros((0, 1)), np.zeros(0))
 
 
 class Step:
-    """One step of a training. ``names``: how names of this side are called on the other; ``roots``: the same of the
-    numbers of its models."""
+    """One step of a training. ``names``: how names of this side are called on the other; ``roots``:
+    the same of the numbers of its models."""
 
-    def __init__(self, trace: Trace, number: int, names: Mapping[str, str] | None = None,
-                 roots: Mapping[int, int] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        trace: Trace,
+        number: int,
+        names: Mapping[str, str] | None = None,
+        roots: Mapping[int, int] | None = None,
+    ) -> None:
         self.trace, self.number, self.names, self.roots = trace, number, names or {}, roots or {}
         self.stopped = trace.stopped_in(number)
         self.batches: dict[tuple[int, int], Batch] = {}
@@ -85,7 +96,12 @@ class Step:
             if kind == "batch":
                 labels = event.get("labels") or [""] * len(event["samples"])
                 samples, labels = tuple(map(str, event["samples"])), tuple(map(str, labels))
-                self.batches[rank, event["m"]] = (event["root"], samples, labels, event.get("grad", True))
+                self.batches[rank, event["m"]] = (
+                    event["root"],
+                    samples,
+                    labels,
+                    event.get("grad", True),
+                )
             elif kind == "opt":
                 self.optimizers.setdefault(rank, []).append(event)
             elif "rows" in event:
@@ -104,7 +120,8 @@ class Step:
         self.events.setdefault(key, []).append((rank, event))
 
     def _called(self, name: str) -> str:
-        """Return how the other side calls a parameter, a buffer, or a module with its model before it."""
+        """Return how the other side calls a parameter, a buffer, or a module with its model before
+        it."""
         found = ROOT.match(name)
         root = int(found[1]) if found else 0
         if root in self.roots:
@@ -121,11 +138,14 @@ class Step:
 
     @cached_property
     def groups(self) -> list[tuple[int, ...]]:
-        """Ranks by the samples that they saw, where the model may be split between ranks; else each rank for itself."""
+        """Ranks by the samples that they saw, where the model may be split between ranks; else each
+        rank for itself."""
         split = any("TP" in wrapper or wrapper == "none" for wrapper in self.trace.wrappers)
         groups: dict[Hashable, tuple[int, ...]] = {}
         for rank in sorted(self.trace.ranks):
-            seen = tuple(batch[:2] for (owner, _), batch in self.batches.items() if owner == rank and split)
+            seen = tuple(
+                batch[:2] for (owner, _), batch in self.batches.items() if owner == rank and split
+            )
             groups[seen or rank] = (*groups.get(seen or rank, ()), rank)
         return list(groups.values())
 
@@ -149,7 +169,8 @@ class Step:
 
     @cached_property
     def micro_batches(self) -> dict[tuple[int, int], int]:
-        """The number of each call of a rank among those of the same model, with gradients or without."""
+        """The number of each call of a rank among those of the same model, with gradients or
+        without."""
         calls: Counter[Hashable] = Counter()
         found: dict[tuple[int, int], int] = {}
         for (rank, call), (root, _, _, grad) in sorted(self.batches.items()):
@@ -160,16 +181,25 @@ class Step:
     @cached_property
     def samples(self) -> dict[Sample, Owner]:
         """Each sample, with the ranks that saw it and the micro-batch."""
-        return {id_: (self.group_of[rank], micro) for (rank, micro), ids in self.ids.items() for id_ in ids}
+        return {
+            id_: (self.group_of[rank], micro)
+            for (rank, micro), ids in self.ids.items()
+            for id_ in ids
+        }
 
     @property
     def trained(self) -> dict[Sample, Owner]:
-        """The samples of calls with gradients: an evaluation beside the training is no difference of its data."""
+        """The samples of calls with gradients: an evaluation beside the training is no difference
+        of its data."""
         return {id_: owner for id_, owner in self.samples.items() if id_[2]}
 
     @cached_property
     def labels(self) -> dict[Sample, str]:
-        return {id_: label for key, ids in self.ids.items() for id_, label in zip(ids, self.batches[key][2])}
+        return {
+            id_: label
+            for key, ids in self.ids.items()
+            for id_, label in zip(ids, self.batches[key][2])
+        }
 
     @cached_property
     def parameters(self) -> dict[str, tuple[str, bool]]:
@@ -182,7 +212,9 @@ class Step:
     @cached_property
     def coarsest(self) -> str:
         """The dtype of least precision in which an output was computed."""
-        dtypes = {str(events[0][1]["dtype"]) for key, events in self.events.items() if key.kind == "fwd"}
+        dtypes = {
+            str(events[0][1]["dtype"]) for key, events in self.events.items() if key.kind == "fwd"
+        }
         return max(dtypes, key=epsilon, default="float32")
 
     @property
@@ -192,7 +224,9 @@ class Step:
 
     def has(self, key: Key) -> bool:
         before = key._replace(kind="state")
-        return key in self.events or (key.kind == "param" and before in self.events and self.shows_updates)
+        return key in self.events or (
+            key.kind == "param" and before in self.events and self.shows_updates
+        )
 
     @cached_property
     def kinds(self) -> set[str]:
@@ -200,9 +234,12 @@ class Step:
         return {key.kind for key in self.events}
 
     def rows(self, key: Key) -> Rows:
-        """Return a tensor. Slices and addends are added up: within the group that saw a batch, or over all ranks."""
+        """Return a tensor. Slices and addends are added up: within the group that saw a batch, or
+        over all ranks."""
         blocks: dict[Owner, Array] = {}
-        events = self.events.get(key) or self.events[key._replace(kind="state")]  # not changed by the step
+        events = (
+            self.events.get(key) or self.events[key._replace(kind="state")]
+        )  # not changed by the step
         per_batch, everyone = key.kind in PER_BATCH, tuple(self.trace.ranks)
         for rank, event in events if per_batch else dict(events).items():  # the last of each rank
             rows, ranks = event["rows"], tuple([rank])
@@ -210,9 +247,13 @@ class Step:
                 ranks = self.group_of[rank] if per_batch else everyone
                 rows = rows / (1 if per_batch else max(event.get("c", 1), 1))
             if event["p"] == "partial":
-                rows = rows * np.append(np.ones(rows.shape[1] - 1), np.nan)  # squares of a sum are not a sum of squares
+                rows = rows * np.append(
+                    np.ones(rows.shape[1] - 1), np.nan
+                )  # squares of a sum are not a sum of squares
             owner = ranks, event["m"] if per_batch else -1
-            blocks[owner] = blocks[owner] + rows if owner in blocks and event["p"] != "full" else rows
+            blocks[owner] = (
+                blocks[owner] + rows if owner in blocks and event["p"] != "full" else rows
+            )
         ids: list[Sample] = []
         event = events[0][1]
         for (ranks, micro), rows in blocks.items():
@@ -224,10 +265,13 @@ class Step:
         table = np.concatenate(list(blocks.values()))
         values, squares = table[:, :-1], table[:, -1]
         norms = np.sqrt(np.where(np.isnan(squares), np.mean(values * values, axis=1), squares))
-        return Rows(ids, owners, values, norms, tuple(map(str, event["shape"])), str(event.get("dtype", "")))
+        return Rows(
+            ids, owners, values, norms, tuple(map(str, event["shape"])), str(event.get("dtype", ""))
+        )
 
     def addends(self, name: str, rank: int) -> tuple[list[Owner], Array]:
-        """Return the local gradients whose sum reaches a rank: one of each group and micro-batch."""
+        """Return the local gradients whose sum reaches a rank: one of each group and
+        micro-batch."""
         key = Key("lgrad", name)
         rows = self.rows(key) if key in self.events else NOTHING
         chosen: dict[Owner, int] = {}
@@ -243,23 +287,34 @@ class Step:
         for rank in max(self.groups, key=len):
             owners, values = self.addends(name, rank)
             found[tuple(owners)] = values.sum(axis=0)
-        ranks = [(tuple(sorted({rank for ranks, _ in owners for rank in ranks})), -1) for owners in found]
+        ranks = [
+            (tuple(sorted({rank for ranks, _ in owners for rank in ranks})), -1) for owners in found
+        ]
         values = np.array(list(found.values()))
         return Rows([(0,)] * len(ranks), ranks, values, np.sqrt(np.mean(values * values, axis=1)))
 
     def clip_factors(self) -> Rows | None:
-        """By which factor gradients changed before the optimizer: a row per rank. None where no one factor says it."""
+        """By which factor gradients changed before the optimizer: a row per rank. None where no one
+        factor says it."""
         stacks: dict[Owner, list[tuple[Array, Array]]] = {}
         for key in self.events:
             if key.kind == "ograd" and (before := key._replace(kind="rgrad")) in self.events:
-                left, right = ({rank: event for rank, event in self.events[each]} for each in (before, key))
-                same = [rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]]
+                left, right = (
+                    {rank: event for rank, event in self.events[each]} for each in (before, key)
+                )
+                same = [
+                    rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]
+                ]
                 parts = [(tuple([rank]), left[rank]["rows"], right[rank]["rows"]) for rank in same]
                 # ZeRO: each rank has the whole before, and a slice of it after.
-                parts = parts or [(tuple(self.trace.ranks), self.rows(before).values, self.rows(key).values)]
+                parts = parts or [
+                    (tuple(self.trace.ranks), self.rows(before).values, self.rows(key).values)
+                ]
                 for ranks, one, other in parts:
                     stacks.setdefault((ranks, -1), []).append((one[0, :K], other[0, :K]))
-        factors = [factor(*(np.concatenate(side) for side in zip(*stack))) for stack in stacks.values()]
+        factors = [
+            factor(*(np.concatenate(side) for side in zip(*stack))) for stack in stacks.values()
+        ]
         if not factors or any(rest > UNSCALED for _, rest in factors):
             return None
         values = np.array([[scale] for scale, _ in factors])
@@ -275,7 +330,8 @@ def factor(good: Array, bad: Array) -> tuple[float, float]:
 
 
 def differences(good: Array, bad: Array, norms: Array) -> Array:
-    """Return the relative size of the difference of each row; infinite where one side alone is not a number."""
+    """Return the relative size of the difference of each row; infinite where one side alone is not
+    a number."""
     width = np.sqrt(good.shape[1])
     norms = np.maximum(norms, 1e-6 * np.max(norms, initial=0.0, where=np.isfinite(norms)))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -292,13 +348,15 @@ def paired(good: Rows, other: Rows) -> list[tuple[int, int]]:
     for row, (id_, owner) in enumerate(zip(good.ids, good.owners)):
         index.setdefault((id_, owner), row)
         index.setdefault(id_, row)
-    pairs = [(index.get((id_, owner), index.get(id_, -1)), row)
-             for row, (id_, owner) in enumerate(zip(other.ids, other.owners))]  # fmt: skip
+    pairs = [
+        (index.get((id_, owner), index.get(id_, -1)), row)
+        for row, (id_, owner) in enumerate(zip(other.ids, other.owners))
+    ]
     return [pair for pair in pairs if pair[0] >= 0]
 
 
 def replaced(good: Step, bad: Step) -> dict[int, int]:
-    """Return the models of the bad side that are called in the place of one of the good side's: a callback or a copy
-    replaced it."""
+    """Return the models of the bad side that are called in the place of one of the good side's: a
+    callback or a copy replaced it."""
     theirs = [root for root in bad.called if root not in good.called]
     return dict(zip(theirs, (root for root in good.called if root not in bad.called)))

@@ -1,7 +1,8 @@
 """Compare two trainings step by step, stage by stage in causal order, until something is off. Pure.
 
-Where the reduced gradients agree, local gradients and loss weights are right however they were divided. A module whose
-output agrees is right however it computes inside. Nothing agrees of which too little was compared.
+Where the reduced gradients agree, local gradients and loss weights are right however they were
+divided. A module whose output agrees is right however it computes inside. Nothing agrees of which
+too little was compared.
 """
 
 from __future__ import annotations
@@ -22,22 +23,42 @@ from repro_matrix.traces.reader import Trace
 from repro_matrix.traces.relations import affected, describe, proportion
 from repro_matrix.traces.settings import different_setting
 
-LATE = ("rgrad", "clip", "ograd", "param", "buffer after")  # kinds of events after the backward pass
+LATE = (
+    "rgrad",
+    "clip",
+    "ograd",
+    "param",
+    "buffer after",
+)  # kinds of events after the backward pass
 OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
-ANOTHER_RUN = (0.02, 0.5)  # what rounding never does to a forward pass in the first step; in low precision
-ABSORBED = 0.01  # what is left of a difference in the output of a module that computes the same in another way
+ANOTHER_RUN = (
+    0.02,
+    0.5,
+)  # what rounding never does to a forward pass in the first step; in low precision
+# what is left of a difference in the output of a module that computes the same in another way
+ABSORBED = 0.01
 MORE_THAN_CLIPPING = 4  # times the clipping's difference: that of a gradient that was changed
-ON_SHARED = ("initial weights", "buffer", "forward", "backward")  # stages that can be compared where data differ
+ON_SHARED = (
+    "initial weights",
+    "buffer",
+    "forward",
+    "backward",
+)  # stages that can be compared where data differ
 
 
 def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
-    """Return the first event of the bad side that is outside the tolerance that the noise runs give."""
+    """Return the first event of the bad side that is outside the tolerance that the noise runs
+    give."""
     for side, trace in (("the good side", good), ("the bad side", bad)):
         if not trace.ranks:
             return Location("inconclusive", reason=f"{side} left no trace in {trace.folder.name}")
         if not trace.steps:
-            return Location("inconclusive", stage="stopped", reason=f"{side} ended before its first forward pass")
+            return Location(
+                "inconclusive",
+                stage="stopped",
+                reason=f"{side} ended before its first forward pass",
+            )
     total = Total(good, bad, noise)
     for pair, runs in steps_of(good, bad, noise):
         found = _unlike_runs(runs) or _data(pair, total) or _first(pair)
@@ -45,17 +66,23 @@ def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
         total.add(pair)
         if found:
             last = found.last_agreeing or last
-            return replace(found, agreed=agreed + found.agreed, last_agreeing=last, coverage=total.coverage())
+            return replace(
+                found, agreed=agreed + found.agreed, last_agreeing=last, coverage=total.coverage()
+            )
     reason = total.too_little()
     found = _stopped(good, bad) or (
-        Location("inconclusive", reason=reason) if reason else Location("agrees", largest=total.largest)
+        Location("inconclusive", reason=reason)
+        if reason
+        else Location("agrees", largest=total.largest)
     )
-    return replace(found, agreed=total.found.aligned, last_agreeing=total.last, coverage=total.coverage())
+    return replace(
+        found, agreed=total.found.aligned, last_agreeing=total.last, coverage=total.coverage()
+    )
 
 
 def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]:
-    """Return ``{"steps": [0, ...], "rows": [{"module": name, "cells": [largest size/tolerance or None, ...]}, ...]}``;
-    modules in the order of the good side."""
+    """Return ``{"steps": [0, ...], "rows": [{"module": name, "cells": [largest size/tolerance or
+    None, ...]}, ...]}``; modules in the order of the good side."""
     steps: list[int] = []
     cells: dict[str, dict[int, float]] = {}
     for pair, _ in steps_of(good, bad, noise):
@@ -64,16 +91,24 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
         for each in pair.differences:
             if each.missing or (each.wrong and id(each) not in wrong):  # the answer passes it over
                 continue
-            name = each.key.name if each.key.kind in ACTIVATIONS else each.key.name.rpartition(".")[0]
-            row = cells.setdefault(each.stage if each.stage in ("loss weight", "clipping") else name, {})
+            name = (
+                each.key.name if each.key.kind in ACTIVATIONS else each.key.name.rpartition(".")[0]
+            )
+            row = cells.setdefault(
+                each.stage if each.stage in ("loss weight", "clipping") else name, {}
+            )
             row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
     order = list(good.modules)
     modules = sorted(cells, key=lambda name: order.index(name) if name in order else len(order))
-    return {"steps": steps, "rows": [{"module": m, "cells": [cells[m].get(step) for step in steps]} for m in modules]}
+    return {
+        "steps": steps,
+        "rows": [{"module": m, "cells": [cells[m].get(step) for step in steps]} for m in modules],
+    }
 
 
 def steps_of(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
-    """Yield each step that both sides have, and the same step of the good side and its runs with noise."""
+    """Yield each step that both sides have, and the same step of the good side and its runs with
+    noise."""
     names: dict[str, str] = {}
     shown: frozenset[str] = frozenset()
     for number in sorted({*good.steps} & {*bad.steps}):
@@ -97,13 +132,20 @@ def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
             reason = "data on each run: two runs of the good side saw other samples"
         for stage in ("initial weights", "forward"):
             sizes = [each for each in pair.differences if each.stage == stage]
-            # Over all rows: an output that is nearly zero for one sample has a large rounding error there.
+            # Over all rows: an output that is nearly zero for one sample has a large rounding error
+            # there.
             unlike = [each for each in sizes if ANOTHER_RUN[pair.low] < each.overall < np.inf]
             if len(unlike) > len(sizes) / 10 and not reason:
-                reason = f"random draws on each run: two runs of the good side differ by {unlike[0].overall:.2g}"
+                reason = (
+                    "random draws on each run: two runs of the good side differ by"
+                    f" {unlike[0].overall:.2g}"
+                )
                 reason += f" in the {stage} of {unlike[0].name}"
         if reason:
-            reason, step = f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets).", pair.good.number
+            reason, step = (
+                f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets).",
+                pair.good.number,
+            )
             return Location("inconclusive", stage="random draws", step=step, reason=reason)
     return None
 
@@ -113,31 +155,51 @@ def _data(pair: Pair, total: Total) -> Location | None:
     good, bad, labels = pair.good.trained, pair.other.trained, (pair.good.labels, pair.other.labels)
     missing = [each for each in good if each not in bad]
     extra = [each for each in bad if each not in good]
-    relabelled = [s for s in bad if s in good and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]]
+    relabelled = [
+        s
+        for s in bad
+        if s in good and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]
+    ]
     if not extra and not relabelled and (not missing or pair.other.stopped or pair.good.stopped):
         return None
     ranks, micro = affected(pair.other, [bad[each] for each in extra or relabelled])
     found = Location("differs", stage="data", step=pair.good.number, ranks=ranks, micro=micro)
     trace, number = pair.good.trace, pair.good.number + 1
-    following = {sample[:2] for sample in Step(trace, number).trained} if number in trace.steps else set()
+    following = (
+        {sample[:2] for sample in Step(trace, number).trained} if number in trace.steps else set()
+    )
     if extra and not missing and {sample[:2] for sample in extra} <= following:
         relation = "no step; the next samples of the good side are in the same step"
-        return replace(found, stage="update", micro=(), place=OPTIMIZER, role="step", relation=relation)
+        return replace(
+            found, stage="update", micro=(), place=OPTIMIZER, role="step", relation=relation
+        )
     seen = sum(sample[:2] in total.samples for sample in extra)
-    parts = [f"{len(extra)} of {counted(len(bad), 'sample')} are not in the good side's step"] if extra else []
+    parts = (
+        [f"{len(extra)} of {counted(len(bad), 'sample')} are not in the good side's step"]
+        if extra
+        else []
+    )
     parts += _taken_from(pair.other, extra)
     parts += [f"{seen} of them are from an earlier step"] if seen else []
     parts += [f"{len(missing)} of the good side's {len(good)} are missing"] if missing else []
-    parts += [f"{len(relabelled)} of {counted(len(bad), 'sample')} have other labels"] if relabelled else []
+    parts += (
+        [f"{len(relabelled)} of {counted(len(bad), 'sample')} have other labels"]
+        if relabelled
+        else []
+    )
     ratios = [each.size / each.tolerance for each in pair.differences if each.stage in ON_SHARED]
-    agrees = Location("agrees", coverage=Coverage(aligned=len(ratios), steps=1), largest=max(ratios, default=0.0))
+    agrees = Location(
+        "agrees", coverage=Coverage(aligned=len(ratios), steps=1), largest=max(ratios, default=0.0)
+    )
     role, beyond = "samples" if extra or missing else "labels", _first(pair, ON_SHARED) or agrees
     return replace(found, role=role, relation=", ".join(parts), beyond=beyond)
 
 
 def _taken_from(step: Step, extra: Sequence[Sample]) -> list[str]:
     """Say which ranks train on samples of others, where all of their extra samples are such."""
-    taken: dict[tuple[int, ...], set[tuple[int, ...] | None]] = {}  # ranks -> whose samples they have
+    taken: dict[
+        tuple[int, ...], set[tuple[int, ...] | None]
+    ] = {}  # ranks -> whose samples they have
     first = {sample[:3]: ranks for sample, (ranks, _) in step.trained.items() if not sample[3]}
     for sample in extra:
         ranks = step.trained[sample][0]
@@ -149,7 +211,8 @@ def _taken_from(step: Step, extra: Sequence[Sample]) -> list[str]:
             whose = tuple(sorted({rank for owner in owners for rank in owner or ()}))
             found.setdefault(whose, []).extend(ranks)
     return [
-        f"{list_ranks(ranks)} train{'s' if len(ranks) == 1 else ''} on {list_ranks(whose)}'s samples"
+        f"{list_ranks(ranks)} train{'s' if len(ranks) == 1 else ''} on {list_ranks(whose)}'s"
+        " samples"
         for whose, ranks in found.items()
     ]
 
@@ -165,15 +228,33 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
         setting = different_setting(pair.good, pair.other)
         if setting:
             place, text, ranks = setting
-            return replace(found, stage="optimizer setting", place=place, role="setting", relation=text, ranks=ranks)
+            return replace(
+                found,
+                stage="optimizer setting",
+                place=place,
+                role="setting",
+                relation=text,
+                ranks=ranks,
+            )
     if first is None:
         return None
     same = [each for each in wrong if each.stage == first.stage]
     relation, sources = describe(pair, same)
     ranks, micro = affected(pair.other, sources)
-    last, role = [each for each in right if each.stage == first.stage] or right, ROLES.get(first.key.kind, "gradient")
-    found = replace(found, stage=first.stage, ranks=ranks, micro=micro, place=first.name, role=role, relation=relation,
-                    last_agreeing=last[-1].place if last else "")  # fmt: skip
+    last, role = (
+        [each for each in right if each.stage == first.stage] or right,
+        ROLES.get(first.key.kind, "gradient"),
+    )
+    found = replace(
+        found,
+        stage=first.stage,
+        ranks=ranks,
+        micro=micro,
+        place=first.name,
+        role=role,
+        relation=relation,
+        last_agreeing=last[-1].place if last else "",
+    )
     if first.stage == "update" and pair.no_step:
         return replace(found, place=OPTIMIZER, role="step")
     if first.stage == "initial weights" and "param" in pair.shown:
@@ -185,9 +266,11 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
         off = first.sizes > first.tolerance
         found = replace(found, size=first.size, factor=proportion(first.good[off], first.bad[off]))
     return replace(
-        found, tolerance=first.tolerance, rounding=first.rounding,
+        found,
+        tolerance=first.tolerance,
+        rounding=first.rounding,
         also=tuple(dict.fromkeys(each.place for each in same[1:]))[:ALSO],
-    )  # fmt: skip
+    )
 
 
 def _wrong(pair: Pair) -> list[Difference]:
@@ -206,11 +289,15 @@ def _wrong(pair: Pair) -> list[Difference]:
     }
     inner = [*_absorbed(pair), *_follow_from_an_edit(pair)]
     every = [
-        each for each in pair.differences
-        if each.wrong and not harmless.get(each.stage) and not any(each is other for other in inner)
+        each
+        for each in pair.differences
+        if each.wrong
+        and not harmless.get(each.stage)
+        and not any(each is other for other in inner)
         and (not each.missing or _confirmed(pair, each))
-    ]  # fmt: skip
-    # A parameter that the optimizer does not have comes first: the rest may be reduced and clipped without it.
+    ]
+    # A parameter that the optimizer does not have comes first: the rest may be reduced and clipped
+    # without it.
     first = {id(each) for each in every if each.stage == "update" and pair.left_out(each.key.name)}
     return sorted(every, key=lambda each: (each.key.kind in LATE) * (1 if id(each) in first else 2))
 
@@ -227,41 +314,74 @@ def _absorbed(pair: Pair) -> list[Difference]:
         root = of_model.group() if of_model else ""
         name = each.key.name[len(root) :]
         inside = name.split(".")[: None if each.key.kind == "in" else -1] if name else []
-        around = [outputs.get(root + ".".join(inside[:depth]), []) for depth in range(len(inside) + 1)]
-        if each.wrong and each.stage == "forward" and any(
-            parts and all(not part.wrong and part.size <= ABSORBED * each.size for part in parts) for parts in around
-        ):  # fmt: skip
+        around = [
+            outputs.get(root + ".".join(inside[:depth]), []) for depth in range(len(inside) + 1)
+        ]
+        if (
+            each.wrong
+            and each.stage == "forward"
+            and any(
+                parts
+                and all(not part.wrong and part.size <= ABSORBED * each.size for part in parts)
+                for parts in around
+            )
+        ):
             found.append(each)
     keys = {each.key[1:] for each in found if each.key.kind == "fwd"}
-    return [*found, *(each for each in pair.differences if each.stage == "backward" and each.key[1:] in keys)]
+    return [
+        *found,
+        *(each for each in pair.differences if each.stage == "backward" and each.key[1:] in keys),
+    ]
 
 
 def _follow_from_an_edit(pair: Pair) -> list[Difference]:
-    """A gradient that is further off than the clipping was changed before it: norm and other gradients follow."""
+    """A gradient that is further off than the clipping was changed before it: norm and other
+    gradients follow."""
     clipping = [each for each in pair.differences if each.stage == "clipping" and each.wrong]
-    received = [each for each in pair.differences if each.stage == "gradient before the optimizer" and each.wrong]
+    received = [
+        each
+        for each in pair.differences
+        if each.stage == "gradient before the optimizer" and each.wrong
+    ]
     explained = MORE_THAN_CLIPPING * max((each.size for each in clipping), default=np.inf)
     rest = [each for each in received if each.size <= explained]
     return [*clipping, *rest] if len(rest) < len(received) else []
 
 
 def _confirmed(pair: Pair, missing: Difference) -> bool:
-    """A hook may see less on one side. Where a gradient is not there, what follows from it is wrong too."""
+    """A hook may see less on one side. Where a gradient is not there, what follows from it is wrong
+    too."""
     name, later = missing.key.name, list(STAGES)[list(STAGES).index(missing.stage) + 1 :]
-    follows = [each.wrong for each in pair.differences if each.stage in later and not each.missing
-               and f"{each.key.name}.".startswith(f"{name}." if name else "")]  # fmt: skip
+    follows = [
+        each.wrong
+        for each in pair.differences
+        if each.stage in later
+        and not each.missing
+        and f"{each.key.name}.".startswith(f"{name}." if name else "")
+    ]
     return bool(pair.no_step) or (bool(follows) and all(follows))
 
 
 def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:
-    """Both sides draw random numbers in each forward pass, and from another state or for other batches."""
-    good, other = ([rank.random for _, rank in sorted(s.trace.ranks.items())] for s in (pair.good, pair.other))
+    """Both sides draw random numbers in each forward pass, and from another state or for other
+    batches."""
+    good, other = (
+        [rank.random for _, rank in sorted(s.trace.ranks.items())] for s in (pair.good, pair.other)
+    )
     if not all(len(set(map(str, side[0].values()))) == len(side[0]) > 1 for side in (good, other)):
         return False
     number = pair.good.number
-    states = [pair.other.trace.ranks[rank].random.get((number, micro)) for ranks, micro in owners for rank in ranks]
-    same_state = all(state == good[0].get((number, micro)) for state, (_, micro) in zip(states, owners))
-    return not same_state or set(map(tuple, pair.good.ids.values())) != set(map(tuple, pair.other.ids.values()))
+    states = [
+        pair.other.trace.ranks[rank].random.get((number, micro))
+        for ranks, micro in owners
+        for rank in ranks
+    ]
+    same_state = all(
+        state == good[0].get((number, micro)) for state, (_, micro) in zip(states, owners)
+    )
+    return not same_state or set(map(tuple, pair.good.ids.values())) != set(
+        map(tuple, pair.other.ids.values())
+    )
 
 
 def _stopped(good: Trace, bad: Trace) -> Location | None:
@@ -272,11 +392,20 @@ def _stopped(good: Trace, bad: Trace) -> Location | None:
         ends = {rank: trace.ranks[rank].end if rank in trace.ranks else "" for rank in ranks}
         cut = tuple(rank for rank in ranks if not ends[rank])
         if cut:
-            reason = f"the trace of the {name} has no last line on {list_ranks(cut)} and ends in step {lacking[0]}"
+            reason = (
+                f"the trace of the {name} has no last line on {list_ranks(cut)} and ends in step"
+                f" {lacking[0]}"
+            )
             reason += " (killed, or the disk was full); everything until there agrees"
-            return Location("inconclusive", stage="stopped", step=lacking[0], ranks=cut, reason=reason)
+            return Location(
+                "inconclusive", stage="stopped", step=lacking[0], ranks=cut, reason=reason
+            )
         if ranks:
-            relation = f"the {name} ended ({', '.join(sorted(set(ends.values())))}), the other goes on"
+            relation = (
+                f"the {name} ended ({', '.join(sorted(set(ends.values())))}), the other goes on"
+            )
             ranks = ranks if len(ranks) < trace.world else ()
-            return Location("differs", stage="stopped", step=lacking[0], ranks=ranks, relation=relation)
+            return Location(
+                "differs", stage="stopped", step=lacking[0], ranks=ranks, relation=relation
+            )
     return None

@@ -27,7 +27,9 @@ class Total:
         self.samples: set[Any] = set()
         self.notes: dict[str, None] = {}  # in order
         self.not_numbers, self.nan_weights = "", False
-        self.updates: Counter[str] = Counter()  # steps in which an optimizer of the good side had a parameter
+        self.updates: Counter[str] = (
+            Counter()
+        )  # steps in which an optimizer of the good side had a parameter
 
     def add(self, pair: Pair) -> None:
         """Count a step."""
@@ -35,7 +37,9 @@ class Total:
         found.steps += 1
         found.aligned += len(kept)
         found.stages = dict(Counter(found.stages) + Counter(each.stage for each in kept))
-        self.largest = max([self.largest, *(each.size / each.tolerance for each in kept if not each.wrong)])
+        self.largest = max(
+            [self.largest, *(each.size / each.tolerance for each in kept if not each.wrong)]
+        )
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
         stages = [stage for stage, kinds in STAGES.items() if absent & {*kinds}]
@@ -50,11 +54,15 @@ class Total:
         self.updates.update(key.name for key in pair.good.events if key.kind == "param")
         if pair.not_numbers and not self.not_numbers:
             self.not_numbers = f"step {pair.good.number}, {pair.not_numbers[0].name or 'the model'}"
-        self.nan_weights = self.nan_weights or any(key.kind in ("state", "param") for key in pair.not_numbers)
+        self.nan_weights = self.nan_weights or any(
+            key.kind in ("state", "param") for key in pair.not_numbers
+        )
 
     def too_little(self) -> str:
         """Return why what was compared is not enough; empty where it is."""
-        lacking = [name for name, stages in NEEDED.items() if self.found.stages.keys().isdisjoint(stages)]
+        lacking = [
+            name for name, stages in NEEDED.items() if self.found.stages.keys().isdisjoint(stages)
+        ]
         reason = f"no {' and no '.join(lacking)} was compared" if lacking else ""
         known = self.found.aligned + self.found.not_compared
         if not reason and 2 * self.found.aligned < known:
@@ -69,17 +77,26 @@ class Total:
         theirs = {self.names.get(name, name) for name in self.bad.modules}
         ours, notes = set(self.good.modules), []
         for side, trace, only in (
-            ("good side", self.good, ours - theirs), ("bad side", self.bad, theirs - ours)
-        ):  # fmt: skip
+            ("good side", self.good, ours - theirs),
+            ("bad side", self.bad, theirs - ours),
+        ):
             notes += [f"{side}: {note}" for note in trace.notes]
             listed = ", ".join(sorted(only)[:4])
-            notes += [f"only the {side} has {counted(len(only), 'module')}: {listed}"] if only else []
-        models = {model["root"]: model["names"][0][1] for model in self.good.models if model["names"]}
-        listed = ", ".join(f"root{root} is a {kind}" if root else kind for root, kind in models.items())
+            notes += (
+                [f"only the {side} has {counted(len(only), 'module')}: {listed}"] if only else []
+            )
+        models = {
+            model["root"]: model["names"][0][1] for model in self.good.models if model["names"]
+        }
+        listed = ", ".join(
+            f"root{root} is a {kind}" if root else kind for root, kind in models.items()
+        )
         notes += [f"models: {listed}"] if len(models) > 1 else []
         notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
         notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
-        updates = [self.updates[name] for name, (_, trained) in self.good.parameters.items() if trained]
+        updates = [
+            self.updates[name] for name, (_, trained) in self.good.parameters.items() if trained
+        ]
         fewest = min(updates, default=0)
         seldom = (updates.count(fewest), fewest) if fewest < self.found.steps else (0, 0)
         renamed = {ours: theirs for theirs, ours in self.names.items()}

@@ -11,10 +11,26 @@ from repro_matrix.text import counted, list_numbers, list_ranks
 
 SAME = 0.05  # by how much sizes of one error differ, relative: 7.98 and 8.02 are one
 Stage = Literal[
-    "", "data", "random draws", "initial weights", "buffer", "forward", "loss weight", "backward", "local gradient",
-    "reduction", "clipping", "gradient before the optimizer", "optimizer setting", "update", "stopped",
-]  # fmt: skip
-_WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient"}  # differs, in a sentence
+    "",
+    "data",
+    "random draws",
+    "initial weights",
+    "buffer",
+    "forward",
+    "loss weight",
+    "backward",
+    "local gradient",
+    "reduction",
+    "clipping",
+    "gradient before the optimizer",
+    "optimizer setting",
+    "update",
+    "stopped",
+]
+_WHAT = {
+    "backward": "gradient at its output",
+    "reduction": "reduced gradient",
+}  # differs, in a sentence
 
 
 @dataclass
@@ -31,7 +47,9 @@ class Coverage:
     )  # how many trained parameters have the fewest updates, and how many steps those are
     not_compared: int = 0  # tensors without a counterpart, or of other shapes
     stages: dict[str, int] = field(default_factory=dict)  # tensors compared, by stage
-    renamed: dict[str, str] = field(default_factory=dict)  # module of the good side -> of the bad side
+    renamed: dict[str, str] = field(
+        default_factory=dict
+    )  # module of the good side -> of the bad side
     shared: int = 0  # samples, over all steps compared
     only_good: int = 0
     only_bad: int = 0
@@ -42,11 +60,13 @@ class Coverage:
 class Location:
     """The first difference in causal order; or that there is none; or why nothing can be said.
 
-    ``ranks`` and ``micro`` are those of the bad side; empty where all are meant. ``size``, ``tolerance`` and
-    ``rounding`` are relative differences; ``size`` is None where no number says it (a setting, data, a tensor that is
-    not a number). ``factor``: times the good side's, where that explains the difference. ``largest``: the largest
-    size/tolerance, where both agree. ``beyond``: where the data differ, the first difference on the samples that both
-    trainings saw.
+    ``ranks`` and ``micro`` are those of the bad side; empty where all are meant. ``size``,
+    ``tolerance`` and
+    ``rounding`` are relative differences; ``size`` is None where no number says it (a setting,
+    data, a tensor that is
+    not a number). ``factor``: times the good side's, where that explains the difference.
+    ``largest``: the largest size/tolerance, where both agree. ``beyond``: where the data differ,
+    the first difference on the samples that both trainings saw.
     """
 
     verdict: Literal["differs", "agrees", "inconclusive"]
@@ -74,12 +94,14 @@ class Location:
 
     @property
     def failure(self) -> str:
-        """Return the place and the size, without what two releases with the same error may differ in."""
+        """Return the place and the size, without what two releases with the same error may differ
+        in."""
         size = "" if self.size is None else f", off by {self.size:.3g}"
         return f"{self.stage}, {self.place}{size}" + (f": {self.relation}" if self.relation else "")
 
     def repeats(self, other: Location) -> bool:
-        """Return whether this is the other's error: at the same place, and of the same size but for rounding."""
+        """Return whether this is the other's error: at the same place, and of the same size but for
+        rounding."""
         if (self.stage, self.place) != (other.stage, other.place):
             return False
         if self.size is None or other.size is None:
@@ -87,7 +109,8 @@ class Location:
         noise = min(self.tolerance or 0.0, other.tolerance or 0.0)
         pairs = [(self.size, other.size), (self.factor, other.factor)]
         return all(
-            one is None or two is None or math.isclose(one, two, rel_tol=SAME, abs_tol=noise) for one, two in pairs
+            one is None or two is None or math.isclose(one, two, rel_tol=SAME, abs_tol=noise)
+            for one, two in pairs
         )
 
     def sentence(self) -> str:
@@ -97,18 +120,29 @@ class Location:
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
             steps, (few, updates) = counted(self.coverage.steps, "step"), self.coverage.seldom
-            steps += f", of which {updates or 'none'} updated {counted(few, 'parameter')}" if few else ""
-            return f"no difference in {compared} of {steps}; the largest is {short(self.largest or 0)} of its tolerance"
+            steps += (
+                f", of which {updates or 'none'} updated {counted(few, 'parameter')}" if few else ""
+            )
+            return (
+                f"no difference in {compared} of {steps}; the largest is {short(self.largest or 0)}"
+                " of its tolerance"
+            )
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
         where += [list_numbers("micro-batch", self.micro)] if self.micro else []
-        what = self.role if self.stage in ("forward", "update") else _WHAT.get(self.stage, self.stage)
+        what = (
+            self.role if self.stage in ("forward", "update") else _WHAT.get(self.stage, self.stage)
+        )
         text = f"{', '.join([*where, *([self.place] if self.place else [])])}: {what}"
         if self.size is not None:
             text += f", off by {short(self.size)} (rounding explains {short(self.rounding or 0)})"
         text += f": {self.relation}" if self.relation else ""
-        text += f"; everything before agrees ({counted(self.agreed, 'tensor')})" if self.agreed else ""
-        return text + (f"; on the samples that both saw: {self.beyond.sentence()}" if self.beyond else "")
+        text += (
+            f"; everything before agrees ({counted(self.agreed, 'tensor')})" if self.agreed else ""
+        )
+        return text + (
+            f"; on the samples that both saw: {self.beyond.sentence()}" if self.beyond else ""
+        )
 
 
 def short(number: float) -> str:

@@ -1,4 +1,5 @@
-"""Modules and parameters that another release renamed: known by class, order, shape and initial value. Pure."""
+"""Modules and parameters that another release renamed: known by class, order, shape and initial
+value. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +11,26 @@ from repro_matrix.traces.alignment import Key, Step
 
 
 def renamed(good: Step, bad: Step) -> dict[str, str]:
-    """Return the names of the bad side's modules and parameters that are called differently on the good side."""
+    """Return the names of the bad side's modules and parameters that are called differently on the
+    good side."""
     theirs, ours = bad.trace.modules, good.trace.modules
     names: dict[str, str] = {}
     listed, known = _parameters(good), _parameters(bad)
     free = {name: content for name, content in listed.items() if name not in known}
     for name in (each for each in known if each not in listed):
-        same = sorted((each for each in free if free[each] == known[name]), key=lambda each: _leaf(each) != _leaf(name))
+        same = sorted(
+            (each for each in free if free[each] == known[name]),
+            key=lambda each: _leaf(each) != _leaf(name),
+        )
         if same:
             names[name], module, counterpart = same[0], _parent(name), _parent(same[0])
             del free[same[0]]
-            while module not in ours and counterpart not in theirs and module in theirs and counterpart in ours:
+            while (
+                module not in ours
+                and counterpart not in theirs
+                and module in theirs
+                and counterpart in ours
+            ):
                 names.setdefault(module, counterpart)
                 module, counterpart = _parent(module), _parent(counterpart)
     for module, kind in theirs.items():  # without parameters: by the module that they are in
@@ -29,7 +39,9 @@ def renamed(good: Step, bad: Step) -> dict[str, str]:
             continue
         taken = {*theirs, *names.values()}
         beside = [each for each in ours if _parent(each) == parent and each not in taken]
-        same = [each for each in beside if _leaf(each) == _leaf(module)] or [b for b in beside if ours[b] == kind]
+        same = [each for each in beside if _leaf(each) == _leaf(module)] or [
+            b for b in beside if ours[b] == kind
+        ]
         names |= {module: same[0]} if same else {}
     return names
 
@@ -50,6 +62,10 @@ def _parameters(step: Step) -> dict[str, Hashable]:
         if key in step.events:
             rows = step.rows(key)
             scale = float(rows.norms[0]) or 1.0
-            values = np.round(rows.values[0] / scale, 4) + 0.0 if np.isfinite(rows.values[0]).all() else ()
+            values = (
+                np.round(rows.values[0] / scale, 4) + 0.0
+                if np.isfinite(rows.values[0]).all()
+                else ()
+            )
             found[name] = (rows.shape, f"{scale:.5g}", tuple(values))
     return found

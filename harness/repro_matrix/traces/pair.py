@@ -1,4 +1,5 @@
-"""The same step of two trainings, tensor by tensor: how much each differs, in causal order. Pure."""
+"""The same step of two trainings, tensor by tensor: how much each differs, in causal order.
+Pure."""
 
 from __future__ import annotations
 
@@ -26,21 +27,37 @@ from repro_matrix.traces.tolerance import EPSILON, LOW, UNMEASURED, epsilon, tol
 
 # The events of each stage, in causal order; the stages without events of their own are in between.
 STAGES: dict[Stage, tuple[str, ...]] = {
-    "initial weights": ("state",), "buffer": ("buffer before", "buffer after"), "forward": ("in", "fwd"),
-    "loss weight": (), "backward": ("bwd",), "local gradient": ("lgrad",), "reduction": ("rgrad",),
-    "clipping": ("clip",), "gradient before the optimizer": ("ograd",), "optimizer setting": (), "update": ("param",),
-}  # fmt: skip
+    "initial weights": ("state",),
+    "buffer": ("buffer before", "buffer after"),
+    "forward": ("in", "fwd"),
+    "loss weight": (),
+    "backward": ("bwd",),
+    "local gradient": ("lgrad",),
+    "reduction": ("rgrad",),
+    "clipping": ("clip",),
+    "gradient before the optimizer": ("ograd",),
+    "optimizer setting": (),
+    "update": ("param",),
+}
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
 ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", "buffer after")), "buffer after"]
-ROLES = {"in": "input", "fwd": "output", "bwd": "gradient", "state": "value before the step",
-         "param": "update", "buffer before": "value", "buffer after": "value"}  # fmt: skip
+ROLES = {
+    "in": "input",
+    "fwd": "output",
+    "bwd": "gradient",
+    "state": "value before the step",
+    "param": "update",
+    "buffer before": "value",
+    "buffer after": "value",
+}
 ALIKE = 1e-5  # rounding, for tensors that few operations made
 COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad", "ograd")  # a gradient that is not there
 
 
 @dataclass
 class Difference:
-    """By how much one tensor differs: a relative size per row. ``missing``: the other side does not have it."""
+    """By how much one tensor differs: a relative size per row. ``missing``: the other side does not
+    have it."""
 
     stage: Stage
     key: Key
@@ -60,7 +77,8 @@ class Difference:
 
     @property
     def overall(self) -> float:
-        """The relative difference of all rows together; infinite where a row is not a number on one side only."""
+        """The relative difference of all rows together; infinite where a row is not a number on one
+        side only."""
         if not np.isfinite(self.size):
             return float("inf")
         norm = float(np.linalg.norm(self.good))
@@ -82,8 +100,8 @@ class Difference:
 
 @dataclass
 class Pair:
-    """A step of the good side and the same step of another. ``shown``: the kinds of the other side's events in
-    earlier steps."""
+    """A step of the good side and the same step of another. ``shown``: the kinds of the other
+    side's events in earlier steps."""
 
     good: Step
     other: Step
@@ -95,7 +113,9 @@ class Pair:
 
     def __post_init__(self) -> None:
         keys: dict[str, list[Key]] = {}
-        for key in self.good.events:  # a module's input comes before its output, and after the outputs before it
+        for key in (
+            self.good.events
+        ):  # a module's input comes before its output, and after the outputs before it
             keys.setdefault("fwd" if key.kind == "in" else key.kind, []).append(key)
         if self.good.shows_updates and self.other.shows_updates:
             keys["param"] = [key._replace(kind="param") for key in keys.get("state", ())]
@@ -124,13 +144,21 @@ class Pair:
     def no_step(self) -> str:
         """Which side's optimizer made no step: "bad side" or "good side", if the other's did."""
         updates = [each for each in self.differences if each.stage == "update"]
-        sides = {"bad side": [each.bad for each in updates], "good side": [each.good for each in updates]}
-        return next((name for name, changes in sides.items() if changes and not any(map(np.any, changes))), "")
+        sides = {
+            "bad side": [each.bad for each in updates],
+            "good side": [each.good for each in updates],
+        }
+        return next(
+            (name for name, changes in sides.items() if changes and not any(map(np.any, changes))),
+            "",
+        )
 
     def left_out(self, name: str) -> bool:
-        """Return whether the other side's optimizer does not have this parameter, and gets the gradients of others.
+        """Return whether the other side's optimizer does not have this parameter, and gets the
+        gradients of others.
 
-        Outside of ZeRO, whose trace has the values of every parameter, only an optimizer's parameters have an update.
+        Outside of ZeRO, whose trace has the values of every parameter, only an optimizer's
+        parameters have an update.
         """
         received, reduced, updated = Key("ograd", name), Key("rgrad", name), Key("param", name)
         zero = any(each.startswith("ZeRO") for each in self.other.trace.wrappers)
@@ -140,9 +168,16 @@ class Pair:
 
     @property
     def reduced_later(self) -> bool:
-        """Return whether the script reduces its gradients itself: ranks get the same ones, which did not have them."""
-        rows = {kind: [each.bad for each in self.differences if each.key.kind == kind] for kind in ("rgrad", "ograd")}
-        alike = {kind: not any(np.ptp(each, axis=0).any() for each in values) for kind, values in rows.items()}
+        """Return whether the script reduces its gradients itself: ranks get the same ones, which
+        did not have them."""
+        rows = {
+            kind: [each.bad for each in self.differences if each.key.kind == kind]
+            for kind in ("rgrad", "ograd")
+        }
+        alike = {
+            kind: not any(np.ptp(each, axis=0).any() for each in values)
+            for kind, values in rows.items()
+        }
         return alike["ograd"] and bool(rows["ograd"]) and not alike["rgrad"]
 
     @property
@@ -151,22 +186,36 @@ class Pair:
         return self.good.coarsest in LOW
 
     def judge(self, noise: Sequence[Pair]) -> None:
-        """Set the tolerance of each difference. ``noise``: the good side and its runs with noise."""
+        """Set the tolerance of each difference. ``noise``: the good side and its runs with
+        noise."""
         measured: dict[Stage, dict[Key, float]] = {stage: {} for stage in STAGES}
         for each in (each for pair in noise for each in pair.differences):
             sizes = measured[each.stage]
             sizes[each.key] = max(each.size, sizes.get(each.key, 0.0))
         unmeasured = 0.0 if noise else UNMEASURED * EPSILON["bfloat16" if self.low else "float32"]
-        typical = {stage: median(sizes.values()) if sizes else unmeasured for stage, sizes in measured.items()}
+        typical = {
+            stage: median(sizes.values()) if sizes else unmeasured
+            for stage, sizes in measured.items()
+        }
         for each in self.differences:
-            if each.stage == "initial weights" and not self.good.number:  # nothing has been computed yet
+            if (
+                each.stage == "initial weights" and not self.good.number
+            ):  # nothing has been computed yet
                 each.tolerance = min(epsilon(each.dtype), 1e-6)
             else:
                 each.rounding = max(measured[each.stage].get(each.key, 0.0), typical[each.stage])
                 each.tolerance = tolerance(each.rounding, each.dtype, self.low, each.floor)
 
-    def add(self, stage: Stage, key: Key, good: Rows, bad: Array, owners: Sequence[Owner],
-            floor: float = 1.0, missing: bool = False) -> None:  # fmt: skip
+    def add(
+        self,
+        stage: Stage,
+        key: Key,
+        good: Rows,
+        bad: Array,
+        owners: Sequence[Owner],
+        floor: float = 1.0,
+        missing: bool = False,
+    ) -> None:
         """Record by how much rows differ, relative to the good side's norms."""
         keep = np.isfinite(good.values).all(axis=1) | np.isfinite(bad).all(axis=1)
         if not keep.all():
@@ -177,28 +226,44 @@ class Pair:
             usual = self.good.coarsest if stage == "clipping" else "float32"
             dtype = good.dtype or self.good.parameters.get(key.name, (usual,))[0]
             rows = good.values[keep], bad[keep]
-            self.differences.append(Difference(stage, key, sizes, kept, *rows, dtype, floor, missing))
+            self.differences.append(
+                Difference(stage, key, sizes, kept, *rows, dtype, floor, missing)
+            )
 
     def _match(self, key: Key) -> tuple[Rows, Rows] | None:
         """Return the rows of both sides that belong together; None where nothing does."""
         good, other = self.good.rows(key), self.other.rows(key)
         if good.shape != other.shape:
             size = max(map(len, self.other.groups))
-            if size == 1 or key.kind not in ACTIVATIONS or not _is_slice(other.shape, good.shape, size):
+            if (
+                size == 1
+                or key.kind not in ACTIVATIONS
+                or not _is_slice(other.shape, good.shape, size)
+            ):
                 self.shapes_differ.append(key)
                 return None
             good, other = good.norms_of(self.good.group_of), other.norms_of(self.other.group_of)
-        if key.kind == "lgrad" and set(good.ids) != set(other.ids):  # the sides divide the samples differently
+        if key.kind == "lgrad" and set(good.ids) != set(
+            other.ids
+        ):  # the sides divide the samples differently
             good, other = self.good.totals(key.name), self.other.totals(key.name)
         pairs = paired(good, other)
         if not pairs and key.kind in ACTIVATIONS and _same_for_all(good, other):
             pairs = [(0, row) for row in range(len(other.ids))]
-        return (good.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs)) if pairs else None
+        return (
+            (good.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs))
+            if pairs
+            else None
+        )
 
     def _compare(self, stage: Stage, key: Key) -> None:
-        shown = self.other.has(key) and not (key.kind == "lgrad" and not self.other.trains(key.name))
+        shown = self.other.has(key) and not (
+            key.kind == "lgrad" and not self.other.trains(key.name)
+        )
         rows, other = (self._match(key) if shown else None) or (NOTHING, NOTHING)
-        lacking, owners = self._lacking(key, other, shown) if key.kind in COUNTS_AS_ZERO else (NOTHING, [])
+        lacking, owners = (
+            self._lacking(key, other, shown) if key.kind in COUNTS_AS_ZERO else (NOTHING, [])
+        )
         if owners:
             self.add(stage, key, lacking, np.zeros_like(lacking.values), owners, missing=True)
         elif not shown:
@@ -207,7 +272,9 @@ class Pair:
             return
         values, floor = other.values, 1.0
         if stage == "backward":
-            weights = [self._weight(sample, owner[0][0]) for sample, owner in zip(other.ids, other.owners)]
+            weights = [
+                self._weight(sample, owner[0][0]) for sample, owner in zip(other.ids, other.owners)
+            ]
             values = values / np.array(weights)[:, None]
         if stage == "local gradient":
             values = values / (self.common_weight * self.expected_weight)
@@ -219,7 +286,8 @@ class Pair:
                 if not changes.any() and not values.any():
                     return  # no update
                 norms = np.linalg.norm(changes, axis=1) / np.sqrt(changes.shape[1])
-                # Where a step changes little, the rounding of the value itself is larger than the change.
+                # Where a step changes little, the rounding of the value itself is larger than the
+                # change.
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))
                 rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
         self.add(stage, key, rows, values, other.owners, floor)
@@ -232,24 +300,38 @@ class Pair:
         if key.kind == "bwd" and (forward := key._replace(kind="fwd")) in self.other.events:
             outputs = self.other.rows(forward)
             owners = dict(zip(outputs.ids, outputs.owners))
-        elif key.name in self.other.parameters and not shown and not (key.kind == "ograd" and self.left_out(key.name)):
+        elif (
+            key.name in self.other.parameters
+            and not shown
+            and not (key.kind == "ograd" and self.left_out(key.name))
+        ):
             owners = dict.fromkeys(rows.ids, (tuple(self.other.trace.ranks), -1))
-        lacking = [row for row, (id_, norm) in enumerate(zip(rows.ids, rows.norms))
-                   if norm > 0 and id_ in owners and id_ not in arrived.ids]  # fmt: skip
+        lacking = [
+            row
+            for row, (id_, norm) in enumerate(zip(rows.ids, rows.norms))
+            if norm > 0 and id_ in owners and id_ not in arrived.ids
+        ]
         return rows.select(lacking), [owners[rows.ids[row]] for row in lacking]
 
     def _weigh(self, keys: Iterable[Key]) -> None:
-        """Find how the loss of each sample is weighed: the scale of its gradient where the backward pass begins."""
-        self.weights: dict[tuple[Hashable, int], tuple[float, float, Owner]] = {}  # by rank: scale, residue, owner
+        """Find how the loss of each sample is weighed: the scale of its gradient where the backward
+        pass begins."""
+        self.weights: dict[
+            tuple[Hashable, int], tuple[float, float, Owner]
+        ] = {}  # by rank: scale, residue, owner
         for key in keys:
             if len(self.weights) >= sum(map(len, self.other.ids.values())):
                 break
-            good, other = (self._match(key) if key in self.other.events else None) or (NOTHING, NOTHING)
+            good, other = (self._match(key) if key in self.other.events else None) or (
+                NOTHING,
+                NOTHING,
+            )
             for row, (sample, (ranks, micro)) in enumerate(zip(other.ids, other.owners)):
                 scale, rest = factor(good.values[row], other.values[row])
                 whole = sample in self.other.samples and good.values.shape[1] > 1
                 if whole and good.norms[row] > 0 and np.isfinite(scale):
-                    # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
+                    # A zero gradient is left out altogether; one of another direction is another,
+                    # not a scaled one.
                     rest = rest if scale else 0.0
                     scale = scale if rest < 0.1 else self.expected_weight
                     for rank in ranks:
@@ -281,16 +363,21 @@ class Pair:
 def _is_slice(part: Sequence[str], whole: Sequence[str], size: int) -> bool:
     """Return whether one dimension is split into equal parts."""
     split = [(one, other) for one, other in zip(part, whole) if one != other]
-    return len(part) == len(whole) and [one.isdigit() and str(int(one) * size) == other for one, other in split] == [
-        True
-    ]
+    return len(part) == len(whole) and [
+        one.isdigit() and str(int(one) * size) == other for one, other in split
+    ] == [True]
 
 
 def _same_for_all(good: Rows, other: Rows) -> bool:
-    """A tensor that belongs to no sample, and is the same for one call as for another of other samples, is so for all:
-    positions, masks."""
-    rows, kinds = np.concatenate([good.values[:1], other.values]), {each[0] for each in (*good.ids, *other.ids)}
+    """A tensor that belongs to no sample, and is the same for one call as for another of other
+    samples, is so for all: positions, masks."""
+    rows, kinds = (
+        np.concatenate([good.values[:1], other.values]),
+        {each[0] for each in (*good.ids, *other.ids)},
+    )
     if kinds != {"batch"} or len({good.ids[0], *other.ids}) < 3 or not np.any(rows[0]):
         return False
-    alike = np.linalg.norm(rows[:, None] - rows[None], axis=2) <= ALIKE * np.linalg.norm(rows, axis=1)
+    alike = np.linalg.norm(rows[:, None] - rows[None], axis=2) <= ALIKE * np.linalg.norm(
+        rows, axis=1
+    )
     return bool(np.ptp(good.values, axis=0).max() == 0 and alike.sum() > len(rows))

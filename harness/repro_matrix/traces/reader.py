@@ -1,7 +1,7 @@
 """Read the traces that the ranks of one training wrote. Pure but for reading files.
 
-A trace is a file of JSON lines per rank. A line that is cut or is no event is left out. A rank without a file, or whose
-trace has no last line, counts as stopped.
+A trace is a file of JSON lines per rank. A line that is cut or is no event is left out. A rank
+without a file, or whose trace has no last line, counts as stopped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ class RankTrace:
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
-    events: dict[int, list[Event]] = field(default_factory=dict)  # by step; ``rows`` is the decoded sketch
+    random: dict[tuple[int, int], Any] = field(
+        default_factory=dict
+    )  # state of random numbers by step and micro-batch
+    events: dict[int, list[Event]] = field(
+        default_factory=dict
+    )  # by step; ``rows`` is the decoded sketch
     complete: set[int] = field(default_factory=set)
     files: dict[str, str] = field(default_factory=dict)  # of the code that ran -> their hashes
     end: str = ""  # the reason; empty where the trace was cut
@@ -88,7 +92,11 @@ class Trace:
     @property
     def modules(self) -> dict[str, str]:
         """Name -> class, without what FSDP2 puts before it; in order of registration."""
-        return {name: kind.removeprefix("FSDP") for model in self.models for name, kind in model["names"]}
+        return {
+            name: kind.removeprefix("FSDP")
+            for model in self.models
+            for name, kind in model["names"]
+        }
 
     @property
     def parameters(self) -> dict[str, tuple[str, bool]]:
@@ -106,7 +114,11 @@ class Trace:
     def strategy(self) -> str:
         """What really ran: ``FSDP2, 24 parameters sharded, 2 ranks``."""
         kinds = " and ".join(self.wrappers) or "unknown"
-        sharded = {str(model["strategy"]["sharded"]) for model in self.models if model["strategy"].get("sharded")}
+        sharded = {
+            str(model["strategy"]["sharded"])
+            for model in self.models
+            if model["strategy"].get("sharded")
+        }
         parts = f", {' and '.join(sorted(sharded))} parameters sharded" if sharded else ""
         return f"{kinds}{parts}, {counted(self.world, 'rank')}"
 
@@ -119,11 +131,17 @@ class Trace:
     def is_outdated(self) -> bool:
         """Whether a file of the code that ran has been edited since."""
         files = {item for each in self.ranks.values() for item in each.files.items()}
-        return any(not Path(path).is_file() or _hash(Path(path)) != digest for path, digest in files)
+        return any(
+            not Path(path).is_file() or _hash(Path(path)) != digest for path, digest in files
+        )
 
     def stopped_in(self, step: int) -> list[int]:
         """Return the ranks that did not complete a step."""
-        return [rank for rank in range(self.world) if rank not in self.ranks or step not in self.ranks[rank].complete]
+        return [
+            rank
+            for rank in range(self.world)
+            if rank not in self.ranks or step not in self.ranks[rank].complete
+        ]
 
     def events(self, step: int) -> Iterator[tuple[int, Event]]:
         """Yield rank and event, in the order in which each rank wrote them."""
@@ -154,10 +172,18 @@ def _parse(line: bytes) -> Event | None:
         event: Event = json.loads(line)
         kind = event["k"]
         if "v" in event and kind != "random":
-            event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
+            event["rows"] = np.frombuffer(
+                base64.b64decode(event.pop("v"), validate=True), "<f8"
+            ).reshape(-1, K + 1)
         if kind == "clip":  # a number is a tensor of one element
             norm = float(event["norm"])
-            event |= {"n": "total norm", "rows": np.array([[norm, norm * norm]]), "shape": [], "b": 0, "p": "full"}
+            event |= {
+                "n": "total norm",
+                "rows": np.array([[norm, norm * norm]]),
+                "shape": [],
+                "b": 0,
+                "p": "full",
+            }
         return event
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,5 @@
-"""Describe what holds instead of equality: factors, and combinations of the local gradients. Pure."""
+"""Describe what holds instead of equality: factors, and combinations of the local gradients.
+Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ UNNAMED = "weighted wrongly"
 def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return ranks and micro-batches; none where they are all."""
     ranks = {rank for ranks, _ in owners for rank in ranks}
-    micros = {step.micro_batches[ranks[0], call] for ranks, call in owners if (ranks[0], call) in step.micro_batches}
+    micros = {
+        step.micro_batches[ranks[0], call]
+        for ranks, call in owners
+        if (ranks[0], call) in step.micro_batches
+    }
     return (
         () if ranks == set(step.trace.ranks) else tuple(sorted(ranks)),
         () if micros == set(step.micro_batches.values()) else tuple(sorted(micros)),
@@ -28,7 +33,8 @@ def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tupl
 
 
 def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Owner]]:
-    """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage, in order."""
+    """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage,
+    in order."""
     first = wrong[0]
     if first.missing:
         frozen = "the bad side does not train this parameter (requires_grad is False)"
@@ -51,16 +57,23 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
         weights = times(float(bad.mean())) if equal else f"{times(low)} to {times(high)}"
         verb = "weighs" if len(bad) == 1 else "weigh"
-        return f"{counted(len(bad), 'sample')} {verb} {weights} times as much as on the good side", owners
+        return (
+            f"{counted(len(bad), 'sample')} {verb} {weights} times as much as on the good side",
+            owners,
+        )
     if first.stage == "clipping":
-        values = ", ".join(f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, bad))
+        values = ", ".join(
+            f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, bad)
+        )
         return f"{first.key.name} {values}; on the good side {good[0, 0]:.4g}", owners
     if first.stage == "local gradient" and owners[0][1] < 0:
         text, sources = _describe_sum(pair, first.key.name, good[0], owners[0][0][0])
         return (text, sources) if text else (describe_factor(good, bad), owners)
     if first.stage == "reduction":
         alike = bool(off.all() and np.allclose(bad, bad[0], rtol=1e-5))
-        ranks = [owners[0][0][0]] if alike else sorted({rank for each, _ in owners for rank in each})
+        ranks = (
+            [owners[0][0][0]] if alike else sorted({rank for each, _ in owners for rank in each})
+        )
         text, sources = _describe_reduction(pair, wrong, ranks, alike)
         return text or describe_factor(good, bad), sources or owners
     return describe_factor(good, bad), owners
@@ -78,7 +91,8 @@ def describe_factor(good: Array, bad: Array) -> str:
 
 
 def proportion(good: Array, bad: Array) -> float | None:
-    """Return the factor by which one is the other, where that explains (nearly) all of the difference."""
+    """Return the factor by which one is the other, where that explains (nearly) all of the
+    difference."""
     scale, rest = factor(good, bad)
     return scale if rest < 0.05 * abs(scale - 1) else None
 
@@ -90,7 +104,8 @@ def times(scale: float) -> str:
 
 
 def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, list[Owner]]:
-    """Say which local gradients (of a rank, of a micro-batch, or one), scaled by which factor, explain a wrong sum.
+    """Say which local gradients (of a rank, of a micro-batch, or one), scaled by which factor,
+    explain a wrong sum.
 
     ``total``: the good side's sum. ``rank``: that gets the sum.
     """
@@ -101,7 +116,9 @@ def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, 
         chosen = np.array([choice in (*source, source) for source in sources])
         scale, residue = factor(total - values[~chosen].sum(axis=0), values[chosen].sum(axis=0))
         if residue < 0.1 * abs(scale - 1):
-            found.append((residue, [source for source, each in zip(sources, chosen) if each], scale))
+            found.append(
+                (residue, [source for source, each in zip(sources, chosen) if each], scale)
+            )
     if not found:
         return "", []
     _, odd, scale = min(found, key=lambda each: (each[0] > 10 * min(found)[0], -len(each[1])))
@@ -114,23 +131,35 @@ def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, 
 def _describe_reduction(
     pair: Pair, wrong: Sequence[Difference], ranks: Iterable[int], alike: bool
 ) -> tuple[str, list[Owner]]:
-    """Say which sums of the local gradients ``ranks`` have as reduced gradients, and which addends are odd.
+    """Say which sums of the local gradients ``ranks`` have as reduced gradients, and which addends
+    are odd.
 
     ``alike``: all ranks have the same sum."""
-    found: dict[str, tuple[list[int], str, list[Owner]]] = {}  # name of the error -> ranks, sum, odd addends
+    found: dict[
+        str, tuple[list[int], str, list[Owner]]
+    ] = {}  # name of the error -> ranks, sum, odd addends
     for rank in ranks:
         name, terms, odd = _describe_sum_of(pair, wrong, rank, alike)
         found.setdefault(name, ([], terms, odd))[0].append(rank)
     if len(found) > 1:
-        return "; ".join(f"{list_ranks(each)}: {name}" for name, (each, _, _) in found.items() if name), []
+        return (
+            "; ".join(
+                f"{list_ranks(each)}: {name}" for name, (each, _, _) in found.items() if name
+            ),
+            [],
+        )
     ((name, (_, terms, odd)),) = found.items()
     return f"{name}: {terms}" if terms else name, odd
 
 
-def _describe_sum_of(pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool) -> tuple[str, str, list[Owner]]:
-    """Find the weight of each local gradient in a rank's reduced gradients, by least squares over parameters.
+def _describe_sum_of(
+    pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool
+) -> tuple[str, str, list[Owner]]:
+    """Find the weight of each local gradient in a rank's reduced gradients, by least squares over
+    parameters.
 
-    Return the name of the error; the sum, where it is short or the error has no name; and the odd addends."""
+    Return the name of the error; the sum, where it is short or the error has no name; and the odd
+    addends."""
     systems: list[tuple[Array, Array]] = []
     sources: list[Owner] = []
     for each in wrong[:MOST_PARAMETERS]:
@@ -151,22 +180,34 @@ def _describe_sum_of(pair: Pair, wrong: Sequence[Difference], rank: int, alike: 
         return "no sum of this step's local gradients", "", []
     numbers = [pair.other.micro_batches.get((ranks[0], call), call) for ranks, call in sources]
     several = len(set(numbers)) > 1
-    names = [f"rank {ranks[0]}'s" + (f" micro-batch {number}'s" if several else "")
-             for (ranks, _), number in zip(sources, numbers)]  # fmt: skip
-    terms = [f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}" for weight, name in zip(weights, names)]
-    name, odd = _name(weights, sources, numbers, 1 / len(pair.other.groups), None if alike else rank)
+    names = [
+        f"rank {ranks[0]}'s" + (f" micro-batch {number}'s" if several else "")
+        for (ranks, _), number in zip(sources, numbers)
+    ]
+    terms = [
+        f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}"
+        for weight, name in zip(weights, names)
+    ]
+    name, odd = _name(
+        weights, sources, numbers, 1 / len(pair.other.groups), None if alike else rank
+    )
     odd = [(pair.other.group_of[ranks[0]], micro) for ranks, micro in odd]
     more = len(names) - SHOWN
     if more <= 0:
         return name, f"{' + '.join(terms)} local gradient", odd
-    return name, f"{' + '.join(terms[:SHOWN])} + {more} more local gradients" if name == UNNAMED else "", odd
+    return (
+        name,
+        f"{' + '.join(terms[:SHOWN])} + {more} more local gradients" if name == UNNAMED else "",
+        odd,
+    )
 
 
 def _name(
     weights: Array, sources: Sequence[Owner], numbers: Sequence[int], share: float, rank: int | None
 ) -> tuple[str, list[Owner]]:
-    """Name an error by the weights of the local gradients, each of which should be ``share``, and return the odd ones:
-    all alike, else by micro-batch, else by rank. ``rank``: that has this sum, where the ranks' differ."""
+    """Name an error by the weights of the local gradients, each of which should be ``share``, and
+    return the odd ones: all alike, else by micro-batch, else by rank. ``rank``: that has this sum,
+    where the ranks' differ."""
     ranks = [each[0] for each, _ in sources]
     own = np.array([rank is not None and rank in each for each, _ in sources])
     for what, values in (("", [0] * len(ranks)), ("micro-batch", numbers), ("rank", ranks)):
@@ -178,14 +219,22 @@ def _name(
             continue
         if not what:
             return kinds[0] or "the average, but less exact", []
-        names = [(kind, [value for value in kinds if kinds[value] == kind]) for kind in dict.fromkeys(kinds.values())]
-        parts = [f"{list_numbers(what, each)} {'are' if each[1:] else 'is'} {kind}" for kind, each in names if kind]
+        names = [
+            (kind, [value for value in kinds if kinds[value] == kind])
+            for kind in dict.fromkeys(kinds.values())
+        ]
+        parts = [
+            f"{list_numbers(what, each)} {'are' if each[1:] else 'is'} {kind}"
+            for kind, each in names
+            if kind
+        ]
         return ", ".join(parts), [source for source, value in zip(sources, values) if kinds[value]]
     return UNNAMED, []
 
 
 def _kind(weights: Array, own: Array, share: float) -> str | None:
-    """Return what is wrong with these weights, each of which should be 1; empty: nothing; None: no one thing.
+    """Return what is wrong with these weights, each of which should be 1; empty: nothing; None: no
+    one thing.
 
     ``own``: which of them are the rank's own, where the ranks have different sums."""
     zero = np.abs(weights) < RESIDUE
@@ -197,4 +246,10 @@ def _kind(weights: Array, own: Array, share: float) -> str | None:
     if abs(scale - 1) < RESIDUE / 10:
         return ""
     summed = abs(scale * share - 1) < RESIDUE
-    return "left out" if abs(scale) < RESIDUE else "summed, not averaged" if summed else f"scaled by {times(scale)}"
+    return (
+        "left out"
+        if abs(scale) < RESIDUE
+        else "summed, not averaged"
+        if summed
+        else f"scaled by {times(scale)}"
+    )

@@ -9,7 +9,9 @@ import numpy as np
 from repro_matrix.traces.alignment import Step
 
 # Settings that change how an optimizer computes, not what.
-IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "params", "param_names"})
+IMPLEMENTATION = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "params", "param_names"}
+)
 
 
 def different_setting(good: Step, bad: Step) -> tuple[str, str, tuple[int, ...]] | None:
@@ -25,7 +27,11 @@ def different_setting(good: Step, bad: Step) -> tuple[str, str, tuple[int, ...]]
 def _groups(step: Step) -> list[Any]:
     """Return the groups of parameters of the first rank, whichever optimizer has them."""
     optimizers = step.optimizers
-    return [group for event in optimizers[min(optimizers)] for group in event["groups"]] if optimizers else []
+    return (
+        [group for event in optimizers[min(optimizers)] for group in event["groups"]]
+        if optimizers
+        else []
+    )
 
 
 def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
@@ -34,7 +40,11 @@ def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | 
     first = [name for event in theirs for name in event.get("first", ())]
     for place, (group, other) in enumerate(zip(ours, right) if len(ours) == len(right) else ()):
         for name in group:
-            if name in other and name not in IMPLEMENTATION and not _equal(group[name], other[name]):
+            if (
+                name in other
+                and name not in IMPLEMENTATION
+                and not _equal(group[name], other[name])
+            ):
                 whose = f"; the group of {first[place]}" if any(first[place : place + 1]) else ""
                 text = f"{_text(other[name])}; on the good side {_text(group[name])}"
                 text += _other_step(good, place, name, other[name])
@@ -43,7 +53,8 @@ def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | 
 
 
 def _other_step(good: Step, place: int, name: str, value: Any) -> str:
-    """Say that the value is that of the good side's next or previous step: a scheduler stepped more or less often."""
+    """Say that the value is that of the good side's next or previous step: a scheduler stepped more
+    or less often."""
     for offset, why in ((1, "the scheduler stepped twice"), (-1, "the scheduler did not step")):
         number = good.number + offset
         groups = _groups(Step(good.trace, number)) if number in good.trace.steps else []

@@ -1,11 +1,13 @@
-"""What rounding explains: how much runs of the good side with noise of one ulp differ from it. Pure."""
+"""What rounding explains: how much runs of the good side with noise of one ulp differ from it.
+Pure."""
 
 from __future__ import annotations
 
 # The distance between 1 and the next number.
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 LOW = ("float16", "bfloat16")
-# Noise of one ulp is coarser than what another order of additions changes; in low precision by less.
+# Noise of one ulp is coarser than what another order of additions changes; in low precision by
+# less.
 FACTOR, FACTOR_LOW = 8.0, 2.0
 UNMEASURED = 32.0  # ulps, where there is no noise run
 
@@ -15,6 +17,7 @@ def epsilon(dtype: str) -> float:
 
 
 def tolerance(rounding: float, dtype: str, low: bool, floor: float = 1.0) -> float:
-    """Return by how much a tensor may differ. ``low``: in a training in low precision. ``floor``: times the least."""
+    """Return by how much a tensor may differ. ``low``: in a training in low precision. ``floor``:
+    times the least."""
     least = epsilon(dtype) / 2 if dtype in LOW else 16 * epsilon(dtype)
     return max((FACTOR_LOW if low else FACTOR) * rounding, floor * least)

@@ -1,6 +1,7 @@
 """Software stacks: which package versions a cell runs with, and how they are installed.
 
-``resolve(text)`` returns a stack that can be run; spec.py lists what ``text`` can be. The other functions are what
+``resolve(text)`` returns a stack that can be run; spec.py lists what ``text`` can be. The other
+functions are what
 ``repro stack`` and searches call: they return data and raise StackError.
 """
 
@@ -16,21 +17,41 @@ from repro_matrix import paths
 from repro_matrix.environment.stacks import build, spec
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import Log, cached_stacks, defined_stacks, prune, quiet
-from repro_matrix.environment.stacks.spec import Spec, Stack, StackError, canonical, differences, existing
+from repro_matrix.environment.stacks.spec import (
+    Spec,
+    Stack,
+    StackError,
+    canonical,
+    differences,
+    existing,
+)
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 __all__ = [
-    "Stack", "StackError", "cached_stacks", "check", "defined_stacks", "described", "differences",
-    "is_existing", "make_lock", "prune", "resolve", "resolve_compatible", "with_release",
-]  # fmt: skip
+    "Stack",
+    "StackError",
+    "cached_stacks",
+    "check",
+    "defined_stacks",
+    "described",
+    "differences",
+    "is_existing",
+    "make_lock",
+    "prune",
+    "resolve",
+    "resolve_compatible",
+    "with_release",
+]
 
 
 def resolve(text: str, *, say: Log = quiet) -> Stack:
-    """Return the stack that ``text`` names; build it if it has to be. ``say`` receives a line about what takes time.
+    """Return the stack that ``text`` names; build it if it has to be. ``say`` receives a line about
+    what takes time.
 
-    A stack whose environment was changed since it was installed gets a key of its own. Raises StackError.
+    A stack whose environment was changed since it was installed gets a key of its own. Raises
+    StackError.
     """
     stack = spec.with_changes(_resolve(spec.parse(text), say))
     if stack.changed and not stack.path:  # for an overlay it was logged with its base
@@ -42,10 +63,14 @@ def _resolve(requested: Spec, say: Log) -> Stack:
     if requested.file:
         lock = locks.lock_file(requested.file)
         return _from_lock(requested, lock, None, say) or build.build(
-            requested.text, locks.lock_file_with_swaps(Path(requested.base), lock, requested.swaps), say
+            requested.text,
+            locks.lock_file_with_swaps(Path(requested.base), lock, requested.swaps),
+            say,
         )
     if requested.base == "current" or requested.python:
-        return _overlay(requested, existing(requested.base, requested.python or sys.executable), say)
+        return _overlay(
+            requested, existing(requested.base, requested.python or sys.executable), say
+        )
     definition = spec.find_definition(requested.base)
     if definition.floating:
         lock = locks.lock_floating(definition)
@@ -56,22 +81,30 @@ def _resolve(requested: Spec, say: Log) -> Stack:
     )
 
 
-def _from_lock(requested: Spec, lock: locks.Lock, definition: spec.Definition | None, say: Log) -> Stack | None:
-    """Return the locked stack, or an overlay on it; None: it needs a whole environment (another torch)."""
+def _from_lock(
+    requested: Spec, lock: locks.Lock, definition: spec.Definition | None, say: Log
+) -> Stack | None:
+    """Return the locked stack, or an overlay on it; None: it needs a whole environment (another
+    torch)."""
     if not requested.swaps:
         return build.build(requested.text, lock, say)
     if build.too_heavy(requested.swaps):
         return None
-    return build.overlay(requested.text, build.build(requested.base, lock, say), requested.swaps, definition, say)
+    return build.overlay(
+        requested.text, build.build(requested.base, lock, say), requested.swaps, definition, say
+    )
 
 
 def _overlay(requested: Spec, base: Stack, say: Log) -> Stack:
-    stack = build.overlay(requested.text, base, requested.swaps, None, say) if requested.swaps else base
+    stack = (
+        build.overlay(requested.text, base, requested.swaps, None, say) if requested.swaps else base
+    )
     if stack is None:
         raise StackError(
             "usage",
-            f"stack={requested.text}: it needs another torch, which cannot be installed on top of an existing "
-            "environment. Name a stack of conf/stack, or a requirements file with that release.",
+            f"stack={requested.text}: it needs another torch, which cannot be installed on top of"
+            " an existing environment. Name a stack of conf/stack, or a requirements file with"
+            " that release.",
         )
     return stack
 
@@ -84,8 +117,9 @@ def check(text: str) -> None:
 
 
 def described(text: str) -> Stack | None:
-    """Return a stack as its files describe it, for plans and answers from stored results: nothing is resolved,
-    downloaded or built. None where only resolving it tells its versions. Raises StackError."""
+    """Return a stack as its files describe it, for plans and answers from stored results: nothing
+    is resolved, downloaded or built. None where only resolving it tells its versions. Raises
+    StackError."""
     requested = spec.parse(text)
     if requested.file:
         versions: Mapping[str, str] = locks.pinned(requested.file)
@@ -93,23 +127,32 @@ def described(text: str) -> Stack | None:
         versions = existing(requested.base, requested.python or sys.executable).versions
     else:
         definition = spec.find_definition(requested.base)
-        path = locks.floating_path(definition) if definition.floating else spec.lock_path(definition.slug)
+        path = (
+            locks.floating_path(definition)
+            if definition.floating
+            else spec.lock_path(definition.slug)
+        )
         if not path.exists():
             return None
         lock = locks.read(path) if definition.floating else locks.committed(definition, path)
         versions = {**lock.pins, "python": lock.python}
-    replaced = {canonical(swap.name): swap.url or str(swap.specifier).removeprefix("==") for swap in requested.swaps}
+    replaced = {
+        canonical(swap.name): swap.url or str(swap.specifier).removeprefix("==")
+        for swap in requested.swaps
+    }
     return Stack(text, "", {**versions, **replaced}) if versions else None
 
 
 def is_existing(text: str) -> bool:
-    """Return whether ``text`` names an existing environment, so that nothing has to be built for it."""
+    """Return whether ``text`` names an existing environment, so that nothing has to be built for
+    it."""
     requested = spec.parse(text)
     return requested.python is not None and not requested.swaps
 
 
 def with_release(text: str, package: str, version: str) -> str:
-    """Return the specification of a stack with one more package replaced, as a search names its probes.
+    """Return the specification of a stack with one more package replaced, as a search names its
+    probes.
 
     ``version``: a release, or an address (``git+file:///clone@commit``)."""
     requested, name = spec.parse(text), canonical(package)
@@ -123,9 +166,11 @@ def _as_text(swap: Requirement) -> str:
 
 
 def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -> Stack:
-    """Resolve ``text``; where its replaced packages conflict, leave those that are not ``fixed`` to the installer.
+    """Resolve ``text``; where its replaced packages conflict, leave those that are not ``fixed`` to
+    the installer.
 
-    A release's companions (transformers' tokenizers) move with it. The stack's ``name`` shows what could be installed.
+    A release's companions (transformers' tokenizers) move with it. The stack's ``name`` shows what
+    could be installed.
     """
     while True:
         try:
@@ -133,15 +178,22 @@ def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -
         except StackError as error:
             requested, message = spec.parse(text), canonical(str(error).partition("\n")[2])
             names = [canonical(swap.name) for swap in requested.swaps if not swap.url]
-            loose = {name for name in names if name not in fixed and re.search(rf"\b{re.escape(name)}==", message)}
+            loose = {
+                name
+                for name in names
+                if name not in fixed and re.search(rf"\b{re.escape(name)}==", message)
+            }
             if error.kind != "unavailable" or not loose:
                 raise
-            remaining = [_as_text(swap) for swap in requested.swaps if canonical(swap.name) not in loose]
+            remaining = [
+                _as_text(swap) for swap in requested.swaps if canonical(swap.name) not in loose
+            ]
             text = "+".join([requested.base, *remaining])
 
 
 def make_lock(name: str) -> Path:
-    """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache where it floats."""
+    """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache
+    where it floats."""
     requested = spec.parse(name)
     if requested.file:
         path = locks.file_lock_path(requested.file)
@@ -149,12 +201,17 @@ def make_lock(name: str) -> Path:
         return path
     definition = spec.find_definition(requested.base)
     if definition.slug == "current":
-        raise StackError("usage", f"stack {name} has no lock: it is the environment at {sys.executable}")
+        raise StackError(
+            "usage", f"stack {name} has no lock: it is the environment at {sys.executable}"
+        )
     if definition.floating:
         locks.lock_floating(definition, renew=True)
         return locks.floating_path(definition)
     path = spec.lock_path(definition.slug)
     if path.is_relative_to(paths.CONF) and not paths.CHECKOUT:
-        raise StackError("usage", f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that")
+        raise StackError(
+            "usage",
+            f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that",
+        )
     locks.write(path, locks.resolve_definition(definition))
     return path

@@ -1,12 +1,14 @@
-"""Build stacks in the user's cache: once, even if several runs build at the same time, and completely or not at all.
+"""Build stacks in the user's cache: once, even if several runs build at the same time, and
+completely or not at all.
 
     <cache>/stacks/<key>/env-<random>/   the environment, or the folder of an overlay
-    <cache>/stacks/<key>/done.json       written last; names the environment. A folder without it is never used
+    <cache>/stacks/<key>/done.json       written last; names the environment. A folder without it is
+    never used
     <cache>/stacks/<key>/used            its time: when the stack was used last
     <cache>/stacks/<key>.lock            held while building
 
-Every build gets a folder of its own, so that what a killed build left is never looked at. An environment is not moved
-after it was built: its scripts name its path.
+Every build gets a folder of its own, so that what a killed build left is never looked at. An
+environment is not moved after it was built: its scripts name its path.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks import spec
 from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv, write
-from repro_matrix.environment.stacks.spec import HEAVY, Stack, StackError, canonical, inspect_python, short_hash
+from repro_matrix.environment.stacks.spec import (
+    HEAVY,
+    Stack,
+    StackError,
+    canonical,
+    inspect_python,
+    short_hash,
+)
 from repro_matrix.errors import suggestion
 
 if TYPE_CHECKING:
@@ -50,17 +59,22 @@ def quiet(message: str) -> None:
 
 
 def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
-    """Return the stack of this lock; build it if it is missing or incomplete. uv verifies the lock's hashes."""
+    """Return the stack of this lock; build it if it is missing or incomplete. uv verifies the
+    lock's hashes."""
 
     def install(folder: Path) -> Json:
         log(f"stack {name}: building {len(lock.pins)} packages for Python {lock.python}")
         same = ".".join(map(str, sys.version_info[:2])) == lock.python
         base = getattr(sys, "_base_executable", sys.executable) if same else lock.python
         environment = folder / f"env-{uuid.uuid4().hex[:8]}"
-        run_uv(f"stack {name}", ["venv", "--quiet", "--no-project", "--python", base, str(environment)])
+        run_uv(
+            f"stack {name}", ["venv", "--quiet", "--no-project", "--python", base, str(environment)]
+        )
         source, python = folder / "lock.txt", str(environment / "bin" / "python")
         write(source, lock.text)
-        run_uv(f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)])
+        run_uv(
+            f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)]
+        )
         return {"python": python, "versions": inspect_python(python)[0]}
 
     marker = _once(name, lock.key, install, log)
@@ -68,7 +82,8 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
 
 
 def _once(name: str, key: str, make: Callable[[Path], Json], log: Log) -> Json:
-    """Return what ``make(folder)`` returned, now or the first time; the folder is kept as long as it is complete."""
+    """Return what ``make(folder)`` returned, now or the first time; the folder is kept as long as
+    it is complete."""
     from filelock import FileLock, Timeout  # only here: what lists cells imports this module
 
     folder = stacks_dir() / key
@@ -93,7 +108,10 @@ def _once(name: str, key: str, make: Callable[[Path], Json], log: Log) -> Json:
 def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Json:
     began = time.monotonic()
     if folder.exists():
-        log(f"stack {name}: the cached environment is damaged or was never finished; building it again")
+        log(
+            f"stack {name}: the cached environment is damaged or was never finished; building it"
+            " again"
+        )
         discard(folder)
     try:
         folder.mkdir(parents=True)
@@ -114,15 +132,18 @@ def read_marker(folder: Path) -> Json | None:
 
 
 def complete(folder: Path) -> Json | None:
-    """Return the marker of a finished build whose interpreter starts and whose packages are still there."""
+    """Return the marker of a finished build whose interpreter starts and whose packages are still
+    there."""
     marker = read_marker(folder)
     if marker is None:
         return None
     try:
-        subprocess.run([marker["python"], "-I", "-S", "-c", ""], capture_output=True, timeout=60, check=True)
+        subprocess.run(
+            [marker["python"], "-I", "-S", "-c", ""], capture_output=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    names = {name for name in (marker.get("moved") or marker["versions"]) if name != "python"}
+    names = {name for name in marker.get("moved") or marker["versions"] if name != "python"}
     return marker if names <= _installed(_site_packages(marker)).keys() else None
 
 
@@ -132,7 +153,8 @@ def _site_packages(marker: Json) -> Path:
 
 
 def _installed(site: Path) -> dict[str, str]:
-    """Return the packages in a folder, from the names of their metadata folders (fast: no file is opened)."""
+    """Return the packages in a folder, from the names of their metadata folders (fast: no file is
+    opened)."""
     names = os.listdir(site) if site.is_dir() else []
     matches = (re.fullmatch(r"(.+?)-([^-]+)\.dist-info", name) for name in names)
     return dict(sorted((canonical(match[1]), match[2]) for match in matches if match))
@@ -144,7 +166,8 @@ def discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# -- overlays: some packages at other releases, in a folder in front of an environment's own packages
+# -- overlays: some packages at other releases, in a folder in front of an environment's own
+# packages
 
 
 def too_heavy(swaps: Sequence[Requirement]) -> bool:
@@ -153,12 +176,16 @@ def too_heavy(swaps: Sequence[Requirement]) -> bool:
 
 
 def overlay(
-    name: str, base: Stack, swaps: Sequence[Requirement], definition: Definition | None = None, log: Log = quiet
+    name: str,
+    base: Stack,
+    swaps: Sequence[Requirement],
+    definition: Definition | None = None,
+    log: Log = quiet,
 ) -> Stack | None:
     """Return ``base`` with ``swaps`` in an overlay, or None where that needs a whole environment.
 
-    Packages that have to move with them (transformers 4.40 needs newer tokenizers than 4.39) are found by asking uv
-    what it would change in the base, and go into the same folder.
+    Packages that have to move with them (transformers 4.40 needs newer tokenizers than 4.39) are
+    found by asking uv what it would change in the base, and go into the same folder.
     """
     if too_heavy(swaps):
         return None
@@ -181,23 +208,49 @@ def overlay(
         changes = planned or _plan_changes(name, base, swaps, definition)
         target = folder / f"env-{uuid.uuid4().hex[:8]}"
         requested = {canonical(swap.name): str(swap) for swap in swaps}
-        exact = [requested.get(package, f"{package}=={version}") for package, (_, version) in changes.items()]
-        command = ["pip", "install", "--python", base.python, "--target", str(target), "--no-deps", *exact]
+        exact = [
+            requested.get(package, f"{package}=={version}")
+            for package, (_, version) in changes.items()
+        ]
+        command = [
+            "pip",
+            "install",
+            "--python",
+            base.python,
+            "--target",
+            str(target),
+            "--no-deps",
+            *exact,
+        ]
         run_uv(f"stack {name}", command)
         versions = {**base.versions, **_installed(target)}
-        return {"python": base.python, "overlay": str(target), "versions": versions, "moved": changes}
+        return {
+            "python": base.python,
+            "overlay": str(target),
+            "versions": versions,
+            "moved": changes,
+        }
 
     marker = _once(name, key, install, log)
     changes = {package: (change[0], change[1]) for package, change in marker["moved"].items()}
     # Extensions take minutes to compile and depend on DeepSpeed, not on transformers.
     compiled = base.compiled or base.key if "deepspeed" not in changes else key
-    return Stack(name, base.python, marker["versions"], (marker["overlay"], *base.path), key, changes, compiled)
+    return Stack(
+        name,
+        base.python,
+        marker["versions"],
+        (marker["overlay"], *base.path),
+        key,
+        changes,
+        compiled,
+    )
 
 
 def _plan_changes(
     name: str, base: Stack, swaps: Sequence[Requirement], definition: Definition | None
 ) -> dict[str, tuple[str, str]]:
-    """Ask uv what it would change in the base: package -> (its version in the base or "", the new version)."""
+    """Ask uv what it would change in the base: package -> (its version in the base or "", the new
+    version)."""
     dry_run = ["pip", "install", "--dry-run", "--python", base.python]
     if definition is None:
         output = run_uv(f"stack {name}", [*dry_run, *map(str, swaps)])
@@ -210,9 +263,15 @@ def _plan_changes(
     changes = {canonical(m[2]): m[3] or m[4] or "" for m in _CHANGE.finditer(output) if m[1] == "+"}
     for swap in swaps:
         if swap.url and canonical(swap.name) not in changes:
-            raise StackError("unavailable", f"stack {name}: uv does not report what {swap} would change")
+            raise StackError(
+                "unavailable", f"stack {name}: uv does not report what {swap} would change"
+            )
     before = {package: base.versions.get(package, "") for package in changes}
-    return {package: (before[package], new) for package, new in changes.items() if before[package] != new}
+    return {
+        package: (before[package], new)
+        for package, new in changes.items()
+        if before[package] != new
+    }
 
 
 # -- repro stack list|show|prune
@@ -256,11 +315,17 @@ def _defined(definition: Definition) -> DefinedStack:
     else:
         path = spec.lock_path(definition.slug)
         try:
-            state = "built" if read_marker(stacks_dir() / locks.committed(definition, path).key) else "locked"
+            state = (
+                "built"
+                if read_marker(stacks_dir() / locks.committed(definition, path).key)
+                else "locked"
+            )
         except StackError:
             state = "out of date" if path.exists() else "not locked"
     python = definition.python or (None if here else locks.DEFAULT_PYTHON)
-    return DefinedStack(definition.slug, definition.title, python, (*definition.pins, *definition.no_deps), state)
+    return DefinedStack(
+        definition.slug, definition.title, python, (*definition.pins, *definition.no_deps), state
+    )
 
 
 def cached_stacks(names: Collection[str] = ()) -> list[CachedStack]:
@@ -272,23 +337,37 @@ def cached_stacks(names: Collection[str] = ()) -> list[CachedStack]:
         if not names or folder.name in names or name in names:
             time_used = (used if used.exists() else folder).stat().st_mtime
             versions, whole = marker.get("versions", {}), complete(folder) is not None
-            cached.append(CachedStack(folder.name, name, folder, whole, time_used, _size(folder), versions))
+            cached.append(
+                CachedStack(folder.name, name, folder, whole, time_used, _size(folder), versions)
+            )
     return cached
 
 
 def _size(folder: Path) -> int:
-    infos = (os.lstat(os.path.join(root, name)) for root, _, files in os.walk(folder) for name in files)
+    infos = (
+        os.lstat(os.path.join(root, name)) for root, _, files in os.walk(folder) for name in files
+    )
     return sum(info.st_size for info in infos if info.st_nlink == 1)
 
 
-def prune(*, older_than_days: float = 30, everything: bool = False, names: tuple[str, ...] = ()) -> list[CachedStack]:
+def prune(
+    *, older_than_days: float = 30, everything: bool = False, names: tuple[str, ...] = ()
+) -> list[CachedStack]:
     """Remove stacks that were not used recently, never finished, named, or all; return them."""
     from filelock import FileLock, Timeout
 
     removed = []
     for item in cached_stacks(names):
-        if everything or names or not item.whole or time.time() - item.used > older_than_days * DAY_S:
-            with contextlib.suppress(Timeout), FileLock(f"{item.folder}.lock", timeout=0):  # else it is being built
+        if (
+            everything
+            or names
+            or not item.whole
+            or time.time() - item.used > older_than_days * DAY_S
+        ):
+            with (
+                contextlib.suppress(Timeout),
+                FileLock(f"{item.folder}.lock", timeout=0),
+            ):  # else it is being built
                 discard(item.folder)
                 shutil.rmtree(paths.cache_dir() / "extensions" / item.key, ignore_errors=True)
                 removed.append(item)

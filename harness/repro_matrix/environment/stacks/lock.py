@@ -1,11 +1,14 @@
-"""Locks: what a stack asks for, resolved by uv into a requirements file with hashes. And what the index offers.
+"""Locks: what a stack asks for, resolved by uv into a requirements file with hashes. And what the
+index offers.
 
-A lock is universal (every operating system and machine, from the stack's Python on), so that one committed file serves
-all. Its first lines name what it was made from, so that a lock which no longer fits its definition is noticed. Locks
-that are not committed (of a user's file, of a floating stack, of a variation of a stack) are resolved once and kept in
-the cache, so that a probe which is repeated next month is the same probe.
+A lock is universal (every operating system and machine, from the stack's Python on), so that one
+committed file serves all. Its first lines name what it was made from, so that a lock which no
+longer fits its definition is noticed. Locks that are not committed (of a user's file, of a floating
+stack, of a variation of a stack) are resolved once and kept in the cache, so that a probe which is
+repeated next month is the same probe.
 
-Yanked releases and pre-releases are left out unless requested. Proxies come from the usual environment variables.
+Yanked releases and pre-releases are left out unless requested. Proxies come from the usual
+environment variables.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from packaging.version import InvalidVersion, Version
 from repro_matrix import paths
 from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.config.vocabulary import REPLACED
-from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
+from repro_matrix.environment.stacks.spec import (
+    HEAVY,
+    Kind,
+    StackError,
+    canonical,
+    replaced,
+    short_hash,
+)
 from repro_matrix.errors import suggestion
 
 if TYPE_CHECKING:
@@ -39,43 +49,74 @@ PYPI = "https://pypi.org/simple/"
 _UV_LOCK = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.M)
 _INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
 _COMPILE = [
-    "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-header", "--no-annotate",
-    "--no-python-downloads", "--python-version",
-]  # fmt: skip
-_EXPORT = ["export", "--quiet", "--frozen", "--no-emit-project", "--no-header", "--no-annotate", "--project"]
+    "pip",
+    "compile",
+    "--quiet",
+    "--universal",
+    "--generate-hashes",
+    "--no-header",
+    "--no-annotate",
+    "--no-python-downloads",
+    "--python-version",
+]
+_EXPORT = [
+    "export",
+    "--quiet",
+    "--frozen",
+    "--no-emit-project",
+    "--no-header",
+    "--no-annotate",
+    "--project",
+]
 
 # Patterns in uv's message that decide what kind of error it is; the first that matches counts.
 _KINDS: dict[Kind, str] = {
     "unavailable": r"Hash mismatch",
     "infra": (
-        r"No space left on device|os error 28\b|Disk quota exceeded|Failed to fetch|error sending request|dns error"
-        r"|tcp connect|Connection refused|operation timed out|network was disabled|connectivity is disabled|\(offline\)"
+        r"No space left on device|os error 28\b|Disk quota exceeded|Failed to fetch|error sending"
+        r" request|dns error"
+        r"|tcp connect|Connection refused|operation timed out|network was disabled|connectivity is"
+        r" disabled|\(offline\)"
     ),
-    "python": r"No interpreter found|No Python .*found|no Python installation|Failed to inspect Python",
+    "python": (
+        r"No interpreter found|No Python .*found|no Python installation|Failed to inspect Python"
+    ),
 }
 
 
 def index_settings() -> dict[str, str]:
-    """Return pip's index settings as uv's, where uv has none: uv reads its own settings by itself."""
+    """Return pip's index settings as uv's, where uv has none: uv reads its own settings by
+    itself."""
     env, out = os.environ, {}
     if env.get("PIP_INDEX_URL") and not (env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")):
         out["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
-    if env.get("PIP_EXTRA_INDEX_URL") and not (env.get("UV_INDEX") or env.get("UV_EXTRA_INDEX_URL")):
+    if env.get("PIP_EXTRA_INDEX_URL") and not (
+        env.get("UV_INDEX") or env.get("UV_EXTRA_INDEX_URL")
+    ):
         out["UV_INDEX"] = env["PIP_EXTRA_INDEX_URL"]
     return out
 
 
 def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None) -> str:
-    """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x". Raises StackError."""
+    """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x".
+    Raises StackError."""
     import uv
 
-    # The controller's own virtual environment and Python settings must not decide where packages are installed.
+    # The controller's own virtual environment and Python settings must not decide where packages
+    # are installed.
     inherited = {
-        key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")
+        key: value
+        for key, value in os.environ.items()
+        if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")
     }
     full = {**inherited, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     done = subprocess.run(
-        [uv.find_uv_bin(), *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=full, cwd=cwd
+        [uv.find_uv_bin(), *args],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=full,
+        cwd=cwd,
     )
     if done.returncode:
         raise uv_error(subject, done.stderr or done.stdout)
@@ -85,8 +126,12 @@ def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None) -> str
 def uv_error(subject: str, output: str) -> StackError:
     """Return uv's error as a StackError with uv's last lines."""
     kinds = (kind for kind, pattern in _KINDS.items() if re.search(pattern, output, re.IGNORECASE))
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("warning:")]
-    return StackError(next(kinds, "unavailable"), "\n  ".join([f"{subject}: uv cannot install it", *lines[-12:]]))
+    lines = [
+        line for line in output.splitlines() if line.strip() and not line.startswith("warning:")
+    ]
+    return StackError(
+        next(kinds, "unavailable"), "\n  ".join([f"{subject}: uv cannot install it", *lines[-12:]])
+    )
 
 
 @dataclass(frozen=True)
@@ -107,11 +152,16 @@ class Lock:
 
     @property
     def body(self) -> str:
-        return "".join(line for line in self.text.splitlines(keepends=True) if not line.lstrip().startswith("#"))
+        return "".join(
+            line
+            for line in self.text.splitlines(keepends=True)
+            if not line.lstrip().startswith("#")
+        )
 
     @property
     def pins(self) -> dict[str, str]:
-        """Packages and their versions on this machine under the stack's Python. Raises StackError for two of one."""
+        """Packages and their versions on this machine under the stack's Python. Raises StackError
+        for two of one."""
         from packaging.requirements import InvalidRequirement, Requirement
 
         environment = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
@@ -142,7 +192,8 @@ def fingerprint(definition: Definition) -> str:
 
 
 def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> str:
-    """Return a definition's lock as text. ``prefer``: versions to keep where the requirements allow it."""
+    """Return a definition's lock as text. ``prefer``: versions to keep where the requirements allow
+    it."""
     slug, python = definition.slug, definition.python or DEFAULT_PYTHON
     body = _compile(f"stack {slug}", definition.pins, python, prefer or {})
     if definition.no_deps:
@@ -151,14 +202,18 @@ def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None 
     return f"{head}# renew: repro stack lock {slug}\n{body}"
 
 
-def _compile(subject: str, pins: list[str], python: str, prefer: Mapping[str, str], *options: str) -> str:
+def _compile(
+    subject: str, pins: list[str], python: str, prefer: Mapping[str, str], *options: str
+) -> str:
     if not pins:
         return ""
     with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
         source, out = Path(folder, "in.txt"), Path(folder, "out.txt")
         source.write_text("\n".join(pins) + "\n", encoding="utf-8")
         # uv keeps the versions of an existing output file where it can.
-        out.write_text("".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8")
+        out.write_text(
+            "".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8"
+        )
         run_uv(subject, [*_COMPILE, python, str(source), "-o", str(out), *options])
         return out.read_text(encoding="utf-8")
 
@@ -168,13 +223,17 @@ def read(path: Path) -> Lock:
 
 
 def committed(definition: Definition, path: Path) -> Lock:
-    """Return the lock beside a definition; it must have been made from this very definition. Raises StackError."""
+    """Return the lock beside a definition; it must have been made from this very definition. Raises
+    StackError."""
     command = f"run `repro stack lock {definition.slug}`"
     if not path.exists():
         raise StackError("usage", f"stack {definition.slug} has no lock yet: {command}")
     lock = read(path)
     if lock.head("definition") != fingerprint(definition):
-        raise StackError("usage", f"stack {definition.slug}: {path.name} was made from another definition; {command}")
+        raise StackError(
+            "usage",
+            f"stack {definition.slug}: {path.name} was made from another definition; {command}",
+        )
     return lock
 
 
@@ -187,16 +246,21 @@ def write(path: Path, text: str) -> None:
 
 
 def _cached(kind: str, *parts: str) -> Path:
-    settings = {name: value for name, value in os.environ.items() if name.startswith("UV_") and "INDEX" in name}
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("UV_") and "INDEX" in name
+    }
     key = short_hash(*parts, str(sorted((settings | index_settings()).items())))
     return paths.cache_dir().absolute() / "locks" / f"{kind}-{key}.txt"
 
 
 def lock_file(path: Path) -> Lock:
-    """Resolve the user's requirements or uv.lock; a line ``# python: 3.10`` in the file chooses the Python.
+    """Resolve the user's requirements or uv.lock; a line ``# python: 3.10`` in the file chooses the
+    Python.
 
-    What the file contains about indexes is kept. The lock is made anew when the file, or a file that it includes,
-    changes.
+    What the file contains about indexes is kept. The lock is made anew when the file, or a file
+    that it includes, changes.
     """
     cached = file_lock_path(path)
     if not cached.exists():
@@ -205,8 +269,9 @@ def lock_file(path: Path) -> Lock:
 
 
 def pinned(path: Path) -> Mapping[str, str]:
-    """Return the releases of a user's file: of its lock in the cache, else as it pins them; {} where it pins no torch.
-    Nothing is resolved. Raises StackError where it pins two versions of a package."""
+    """Return the releases of a user's file: of its lock in the cache, else as it pins them; {}
+    where it pins no torch. Nothing is resolved. Raises StackError where it pins two versions of a
+    package."""
     cached = file_lock_path(path)
     if path.name == "uv.lock" and not cached.exists():
         return {canonical(name): version for name, version in _UV_LOCK.findall(_read_source(path))}
@@ -233,7 +298,9 @@ def file_lock_path(path: Path) -> Path:
     while waiting:
         file = waiting.pop()
         texts[file] = _read_source(file)
-        included = (file.parent / name for name in _INCLUDE.findall(texts[file]) if "://" not in name)
+        included = (
+            file.parent / name for name in _INCLUDE.findall(texts[file]) if "://" not in name
+        )
         waiting += [other for other in included if other not in texts]
     return _cached("file", str(path.parent), *texts.values())
 
@@ -243,7 +310,9 @@ def _read_source(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise StackError("usage", f"stack {path}: {reason}. Give a requirements file or a uv.lock.") from None
+        raise StackError(
+            "usage", f"stack {path}: {reason}. Give a requirements file or a uv.lock."
+        ) from None
 
 
 def resolve_file(path: Path) -> str:
@@ -263,7 +332,8 @@ def floating_path(definition: Definition) -> Path:
 
 
 def lock_floating(definition: Definition, renew: bool = False) -> Lock:
-    """Resolve a floating stack once a day; when the index cannot be reached, return the last lock."""
+    """Resolve a floating stack once a day; when the index cannot be reached, return the last
+    lock."""
     cached = floating_path(definition)
     if renew or not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
         try:
@@ -275,7 +345,8 @@ def lock_floating(definition: Definition, renew: bool = False) -> Lock:
 
 
 def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lock:
-    """Resolve a stack with some packages at other releases; everything else stays as in ``base`` where it can."""
+    """Resolve a stack with some packages at other releases; everything else stays as in ``base``
+    where it can."""
     other = replaced(definition, swaps)
     cached = _cached("swapped", fingerprint(other), base.body)
     if not cached.exists():
@@ -284,10 +355,13 @@ def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base
 
 
 def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:
-    """Do the same for a user's file. What torch brought with it goes with it; the rest stays where it can."""
+    """Do the same for a user's file. What torch brought with it goes with it; the rest stays where
+    it can."""
     names = {canonical(swap.name) for swap in swaps}
     pins = [name for name in lock.pins if name not in names and not HEAVY.match(name)]
-    return lock_with_swaps(Definition(slug=path.name, title=str(path), python=lock.python, pins=pins), swaps, lock)
+    return lock_with_swaps(
+        Definition(slug=path.name, title=str(path), python=lock.python, pins=pins), swaps, lock
+    )
 
 
 # -- which releases a package has on the index: of uv's settings, else pip's
@@ -306,17 +380,30 @@ class Release:
 def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[Release]:
     """Return a package's releases, oldest first (by version). Raises StackError."""
     everything = _ask_indexes(canonical(package))
-    selected = [r for r in everything if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
+    selected = [
+        r for r in everything if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)
+    ]
     return sorted(selected, key=lambda release: release.parsed)
 
 
 def between(available: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
-    """Return the releases from ``first`` to ``last``, both included: ``5.23`` as the last one means all of 5.23.x."""
+    """Return the releases from ``first`` to ``last``, both included: ``5.23`` as the last one means
+    all of 5.23.x."""
     low, high = (_version(text) if text else None for text in (first, last))
-    out = [r for r in available if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))]
+    out = [
+        r
+        for r in available
+        if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))
+    ]
     if not out:
-        known = f" (there are {len(available)}: {available[0].version} to {available[-1].version})" if available else ""
-        raise StackError("usage", f"no release between {first or 'the first'} and {last or 'the last'}{known}")
+        known = (
+            f" (there are {len(available)}: {available[0].version} to {available[-1].version})"
+            if available
+            else ""
+        )
+        raise StackError(
+            "usage", f"no release between {first or 'the first'} and {last or 'the last'}{known}"
+        )
     return out
 
 
@@ -329,7 +416,9 @@ def exact(package: str, available: Sequence[Release], version: str) -> int:
     below = [str(each) for each in known if each < parsed][-2:]
     above = [str(each) for each in known if each > parsed][:2]
     raise StackError(
-        "usage", f"{package} has no release {version}; the nearest are {', '.join([*below, *above]) or 'none'}"
+        "usage",
+        f"{package} has no release {version}; the nearest are"
+        f" {', '.join([*below, *above]) or 'none'}",
     )
 
 
@@ -340,7 +429,9 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
         raise StackError("usage", f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
     low, high = (_version(side) if side.strip() else None for side in (first, last))
     if low and high and low > high and not _up_to(low, high):
-        raise StackError("usage", f"--range {text}: {low} comes after {high}; write the older release first")
+        raise StackError(
+            "usage", f"--range {text}: {low} comes after {high}; write the older release first"
+        )
     return first.strip() or None, last.strip() or None
 
 
@@ -364,13 +455,16 @@ def indexes() -> list[str]:
 
 
 def _ask_indexes(package: str) -> list[Release]:
-    """Ask the first index that knows the package, as uv does. A release is yanked when every file of it is."""
+    """Ask the first index that knows the package, as uv does. A release is yanked when every file
+    of it is."""
     import pypi_simple  # takes 100 ms
     import requests
 
     for address in indexes():
         session = requests.Session()
-        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or True
+        session.verify = (
+            os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or True
+        )
         with pypi_simple.PyPISimple(endpoint=address.rstrip("/") + "/", session=session) as client:
             try:
                 files = client.get_project_page(package, timeout=(10, 60)).packages
@@ -387,4 +481,6 @@ def _ask_indexes(package: str) -> list[Release]:
                     yanked[version] = yanked.get(version, True) and file.is_yanked
         return [Release(str(version), value) for version, value in yanked.items()]
     known = {*REPLACED, *(each.name for each in importlib.metadata.distributions())}
-    raise StackError("unavailable", f"the index has no package {package!r}{suggestion(package, known)}")
+    raise StackError(
+        "unavailable", f"the index has no package {package!r}{suggestion(package, known)}"
+    )

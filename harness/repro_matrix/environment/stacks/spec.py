@@ -4,11 +4,13 @@ current                                   the project's own environment
 python:/path/to/python                    an existing environment
 torch2.2-tf4.39                           conf/stack/torch2.2-tf4.39.yaml with its lock
 path/to/requirements.txt, path/uv.lock    the user's own file
-BASE+transformers==4.40.0[+NAME==VERSION] one of these with some packages replaced (NAME@VERSION is the same)
+BASE+transformers==4.40.0[+NAME==VERSION] one of these with some packages replaced (NAME@VERSION is
+the same)
 
-An environment may differ from what its installer put there: a developer who debugs a library edits its files and
-forgets it. Files are compared with what installers record (RECORD: path, hash, size; PyPA's specification of recorded
-projects); ``direct_url.json`` names a package that is no release. A changed environment is a stack of its own.
+An environment may differ from what its installer put there: a developer who debugs a library edits
+its files and forgets it. Files are compared with what installers record (RECORD: path, hash, size;
+PyPA's specification of recorded projects); ``direct_url.json`` names a package that is no release.
+A changed environment is a stack of its own.
 """
 
 from __future__ import annotations
@@ -39,25 +41,29 @@ if TYPE_CHECKING:
 
 Kind = Literal["usage", "python", "unavailable", "infra"]
 
-# torch and the libraries that it brings: another torch needs an environment of its own, never an overlay.
+# torch and the libraries that it brings: another torch needs an environment of its own, never an
+# overlay.
 HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
 NOT_OF_TORCH = {"jax", "jaxlib"}  # of these, the packages that no build of torch depends on
 COMPARED = sorted({*UPSTREAM, *TRAINERS})  # packages whose files are compared with their RECORD
 COMPILED_OR_SOURCE = (".py", ".so", ".pyd")
 
-# A '+' that begins a replacement, and not one inside a version (2.13.0+cpu) or an address (git+file:).
+# A '+' that begins a replacement, and not one inside a version (2.13.0+cpu) or an address
+# (git+file:).
 _PLUS = re.compile(r"\+(?=[A-Za-z][\w.-]*\s*(?:\[[^\]]*\])?\s*(?:==|@))")
 _AT_VERSION = re.compile(r"^([A-Za-z][\w.-]*(?:\[[^\]]*\])?)\s*@\s*(?=\d)")
 _FILES = (".txt", ".lock", ".in", ".toml")
 
-# Run by the stack's own interpreter; standard library only, Python 3.8 and later. Its folders: without its own library.
+# Run by the stack's own interpreter; standard library only, Python 3.8 and later. Its folders:
+# without its own library.
 _INSPECT = """
 import importlib.metadata as m, json, sys, sysconfig
 library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
 library |= {folder + "/lib-dynload" for folder in library}
 packages = [[d.metadata["Name"], d.version] for d in m.distributions()]
 version = ".".join(map(str, sys.version_info[:3]))
-print("\\n" + json.dumps([version, packages, [path for path in sys.path if path and path not in library]]))
+paths = [path for path in sys.path if path and path not in library]
+print("\\n" + json.dumps([version, packages, paths]))
 """
 
 
@@ -88,7 +94,8 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Stack:
-    """A set of package versions that can be run: an interpreter, and the overlay folders in front of its packages."""
+    """A set of package versions that can be run: an interpreter, and the overlay folders in front
+    of its packages."""
 
     name: str  # as the user wrote it
     python: str  # the interpreter's path
@@ -96,19 +103,26 @@ class Stack:
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     path: tuple[str, ...] = ()  # overlay folders, the first wins; they go into PYTHONPATH
     key: str = ""  # short hash of its contents; of an existing environment: and of its location
-    # what the overlay changes: package -> (its version in the base, "" where it is new; its version in the overlay)
+    # what the overlay changes: package -> (its version in the base, "" where it is new; its version
+    # in the overlay)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
-    compiled: str = ""  # key of the stack whose compiled extensions serve this one too; default: its own
+    compiled: str = (
+        ""  # key of the stack whose compiled extensions serve this one too; default: its own
+    )
     # package that cannot be used here -> reason
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
-    # what its torch reports about this machine's GPUs (environment/probe.py); {} where it was not asked
+    # what its torch reports about this machine's GPUs (environment/probe.py); {} where it was not
+    # asked
     probe: Mapping[str, Any] = field(default_factory=dict, hash=False)
     changed: tuple[str, ...] = ()  # files that differ from what was installed
-    content: str = ""  # ``key`` without the location, for the project's own environment: equal in every checkout
+    # ``key`` without the location, for the project's own environment: equal in every checkout
+    content: str = ""
 
     def describe(self, packages: Iterable[str]) -> str:
         """Return its name, which environment ``current`` is, and the releases of these packages."""
-        versions = ", ".join(f"{name} {self.versions[name]}" for name in packages if name in self.versions)
+        versions = ", ".join(
+            f"{name} {self.versions[name]}" for name in packages if name in self.versions
+        )
         return f"{self.name}{f' at {self.python}' if self.name == 'current' else ''} ({versions})"
 
     @property
@@ -118,32 +132,41 @@ class Stack:
 
     @property
     def extensions_dir(self) -> str:
-        """TORCH_EXTENSIONS_DIR: per stack, because torch's own cache is keyed by Python and CUDA only."""
+        """TORCH_EXTENSIONS_DIR: per stack, because torch's own cache is keyed by Python and CUDA
+        only."""
         return str(paths.cache_dir() / "extensions" / (self.compiled or self.key))
 
     def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment variables that a process of this stack needs beyond those it inherits."""
+        """Return the environment variables that a process of this stack needs beyond those it
+        inherits."""
         env = os.environ if inherited is None else inherited
         old, search = env.get("PYTHONPATH", ""), env.get("PATH") or os.environ.get("PATH", "")
         # The stack's own programs first: building an extension looks for ninja there.
         programs = os.path.dirname(self.python)
-        out = {"TORCH_EXTENSIONS_DIR": self.extensions_dir, "PATH": os.pathsep.join([programs, search])}
+        out = {
+            "TORCH_EXTENSIONS_DIR": self.extensions_dir,
+            "PATH": os.pathsep.join([programs, search]),
+        }
         if self.path:
             out["PYTHONPATH"] = os.pathsep.join([*self.path, *([old] if old else [])])
-            # An overlay is not compiled ahead (most of it is never imported): the first run does that for the others.
+            # An overlay is not compiled ahead (most of it is never imported): the first run does
+            # that for the others.
             out["PYTHONDONTWRITEBYTECODE"] = ""
         return out
 
 
 def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the packages whose versions differ ("" where one is missing), the usual causes of failures first.
+    """Return the packages whose versions differ ("" where one is missing), the usual causes of
+    failures first.
 
     What torch brings with it moves with torch, and Python is not a package.
     """
     return {
         name: (good.get(name, ""), bad.get(name, ""))
         for name in dict.fromkeys([*RELEVANT, *sorted({*good, *bad})])
-        if good.get(name) != bad.get(name) and (name == "torch" or not HEAVY.match(name)) and name != "python"
+        if good.get(name) != bad.get(name)
+        and (name == "torch" or not HEAVY.match(name))
+        and name != "python"
     }
 
 
@@ -181,9 +204,14 @@ def parse(text: str) -> Spec:
         try:
             swap = Requirement(_AT_VERSION.sub(r"\1==", part.strip()))
         except InvalidRequirement as error:
-            raise StackError("usage", f"stack={text}: {part!r} is not NAME@VERSION: {error}") from None
+            raise StackError(
+                "usage", f"stack={text}: {part!r} is not NAME@VERSION: {error}"
+            ) from None
         if not swap.url and [item.operator for item in swap.specifier] != ["=="]:
-            raise StackError("usage", f"stack={text}: {part!r}: a replaced package needs one release (NAME@VERSION)")
+            raise StackError(
+                "usage",
+                f"stack={text}: {part!r}: a replaced package needs one release (NAME@VERSION)",
+            )
         if swaps.setdefault(canonical(swap.name), swap) is not swap:
             raise StackError("usage", f"stack={text}: {swap.name} is replaced twice")
     if not base:
@@ -200,7 +228,10 @@ def find_definition(name: str) -> Definition:
     """Return a stack of conf/stack by its name. Raises StackError."""
     known = definitions()
     if name not in known:
-        raise StackError("usage", str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}"))
+        raise StackError(
+            "usage",
+            str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}"),
+        )
     return known[name]
 
 
@@ -210,7 +241,8 @@ def lock_path(name: str) -> Path:
 
 
 def replaced(definition: Definition, swaps: tuple[Requirement, ...]) -> Definition:
-    """Return the definition with these packages at other releases: where it pins them, else as further pins."""
+    """Return the definition with these packages at other releases: where it pins them, else as
+    further pins."""
     from packaging.requirements import Requirement
 
     wanted = {canonical(swap.name): str(swap) for swap in swaps}
@@ -227,14 +259,17 @@ def replaced(definition: Definition, swaps: tuple[Requirement, ...]) -> Definiti
 
 @functools.lru_cache(maxsize=64)
 def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
-    """Return the packages that an interpreter has (name -> version, "python" among them) and the folders they are in.
+    """Return the packages that an interpreter has (name -> version, "python" among them) and the
+    folders they are in.
 
-    It runs without the controller's PYTHON* variables: what the user's PYTHONPATH adds is not there in a rank. Raises
-    StackError.
+    It runs without the controller's PYTHON* variables: what the user's PYTHONPATH adds is not there
+    in a rank. Raises StackError.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
-        done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120, env=env)
+        done = subprocess.run(
+            [python, "-c", _INSPECT], capture_output=True, text=True, timeout=120, env=env
+        )
         # A sitecustomize, a .pth file or an exit handler may print, too.
         answers = re.findall(r'(?m)^\[".*', done.stdout)
         if done.returncode or not answers:
@@ -242,19 +277,29 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("python", f"the interpreter {python} does not run: {error}") from None
     version, packages, folders = json.loads(answers[0])
-    versions = {canonical(name): release for name, release in reversed(packages) if name}  # the first folder wins
-    return {"python": version, **dict(sorted(versions.items()))}, tuple(map(Path, dict.fromkeys(folders)))
+    versions = {
+        canonical(name): release for name, release in reversed(packages) if name
+    }  # the first folder wins
+    return {"python": version, **dict(sorted(versions.items()))}, tuple(
+        map(Path, dict.fromkeys(folders))
+    )
 
 
 def existing(name: str, python: str) -> Stack:
     """Return an existing environment as a stack. Raises StackError."""
-    path = os.path.abspath(os.path.expanduser(python))  # not resolved: a venv's python is a link, and the link matters
+    path = os.path.abspath(
+        os.path.expanduser(python)
+    )  # not resolved: a venv's python is a link, and the link matters
     if os.path.isdir(path):
         path = os.path.join(path, "bin", "python")
     versions = inspect_python(path)[0]
-    shown = {package: versions[package] for package in RELEVANT if package in versions}  # not ruff, pip, uv ...
+    shown = {
+        package: versions[package] for package in RELEVANT if package in versions
+    }  # not ruff, pip, uv ...
     content = short_hash("current", json.dumps(shown)) if name == "current" else ""
-    return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content)
+    return Stack(
+        name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content
+    )
 
 
 class Change(NamedTuple):
@@ -273,16 +318,22 @@ def describe_changes(stack: Stack) -> str:
 
 
 def with_changes(stack: Stack) -> Stack:
-    """Return the stack; where its environment was changed, with another key: earlier results are not of this one."""
+    """Return the stack; where its environment was changed, with another key: earlier results are
+    not of this one."""
     overlays = [change for folder in stack.path for change in _changes_in(Path(folder))]
-    base = [change for change in changes(stack.python) if change.package not in stack.moved]  # else an overlay hides it
+    base = [
+        change for change in changes(stack.python) if change.package not in stack.moved
+    ]  # else an overlay hides it
     if not (everything := [*overlays, *base]):
         return stack
     digest = short_hash(*(f"{change.note} {change.digest}" for change in everything))
     return replace(
-        stack, key=short_hash(stack.key, digest), content=stack.content and short_hash(stack.content, digest),
-        compiled=stack.compiled or stack.key, changed=tuple(change.note for change in everything),
-    )  # fmt: skip
+        stack,
+        key=short_hash(stack.key, digest),
+        content=stack.content and short_hash(stack.content, digest),
+        compiled=stack.compiled or stack.key,
+        changed=tuple(change.note for change in everything),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -298,15 +349,26 @@ def _changes_in(folder: Path) -> Iterator[Change]:
             yield from _not_released(package, name)
 
 
-def _edited_files(package: importlib.metadata.Distribution, name: str, folder: Path) -> Iterator[Change]:
-    """RECORD is written last: a source that is older, and as long as RECORD says, is not read (6,000 files would cost
-    a second); of libraries only the size is compared. (``Distribution.files`` takes a second for 60,000 lines.)"""
-    rows = [row for row in csv.reader((package.read_text("RECORD") or "").splitlines()) if len(row) == 3]
-    record = next((folder / path for path, *_ in rows if path.endswith(".dist-info/RECORD")), folder)
+def _edited_files(
+    package: importlib.metadata.Distribution, name: str, folder: Path
+) -> Iterator[Change]:
+    """RECORD is written last: a source that is older, and as long as RECORD says, is not read
+    (6,000 files would cost a second); of libraries only the size is compared.
+    (``Distribution.files`` takes a second for 60,000 lines.)"""
+    rows = [
+        row for row in csv.reader((package.read_text("RECORD") or "").splitlines()) if len(row) == 3
+    ]
+    record = next(
+        (folder / path for path, *_ in rows if path.endswith(".dist-info/RECORD")), folder
+    )
     written = record.stat().st_mtime if record.is_file() else 0.0
     for path, recorded, size in rows:
         file = f"{folder}/{path}"  # 6,000 Path objects would take a tenth of a second
-        if recorded and path.endswith(COMPILED_OR_SOURCE) and not _as_recorded(file, recorded, size, written):
+        if (
+            recorded
+            and path.endswith(COMPILED_OR_SOURCE)
+            and not _as_recorded(file, recorded, size, written)
+        ):
             note = f"{path} is not as {name} {package.version} was installed"
             yield Change(name, note, _hash(file, "sha256"))
 
@@ -326,7 +388,11 @@ def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
 def _hash(path: str, kind: str) -> str:
     """Return the hash as RECORD writes it; "" where the file cannot be read."""
     try:
-        return base64.urlsafe_b64encode(hashlib.new(kind, Path(path).read_bytes()).digest()).rstrip(b"=").decode()
+        return (
+            base64.urlsafe_b64encode(hashlib.new(kind, Path(path).read_bytes()).digest())
+            .rstrip(b"=")
+            .decode()
+        )
     except (OSError, ValueError):
         return ""
 
@@ -338,25 +404,44 @@ def _not_released(package: importlib.metadata.Distribution, name: str) -> Iterat
         return
     for kind, source in (("dir_info", "a folder"), ("vcs_info", "a repository")):
         if kind in origin:
-            note = f"{name} {package.version} was installed from {source} ({origin.get('url')}), and is no release"
+            note = (
+                f"{name} {package.version} was installed from {source} ({origin.get('url')}), and"
+                " is no release"
+            )
             tree = Path(unquote(urlsplit(str(origin.get("url"))).path))
             yield Change(name, note, _hash_tree(tree) if kind == "dir_info" else str(origin))
 
 
 def _hash_tree(tree: Path) -> str:
-    """Hash which sources an editable install has, their sizes and times: RECORD does not list them."""
-    files = sorted(path for path in tree.rglob("*") if path.suffix in COMPILED_OR_SOURCE and path.is_file())
-    return short_hash(*(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files))
+    """Hash which sources an editable install has, their sizes and times: RECORD does not list
+    them."""
+    files = sorted(
+        path for path in tree.rglob("*") if path.suffix in COMPILED_OR_SOURCE and path.is_file()
+    )
+    return short_hash(
+        *(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
+    )
 
 
 def shadowed(stack: Stack, search: str) -> list[Change]:
-    """Return the packages of the stack that ``search``, the shell's PYTHONPATH, replaces in a user's own script."""
+    """Return the packages of the stack that ``search``, the shell's PYTHONPATH, replaces in a
+    user's own script."""
     folders = [Path(each or ".").resolve() for each in search.split(os.pathsep)] if search else []
     hidden = []
     for name in COMPARED:
-        files = (path for folder in folders for path in (folder / name / "__init__.py", folder / f"{name}.py"))
+        files = (
+            path
+            for folder in folders
+            for path in (folder / name / "__init__.py", folder / f"{name}.py")
+        )
         path = next((path for path in files if path.is_file()), None)
         if path and name in stack.versions and name not in stack.moved:
-            digest = _hash_tree(path.parent) if path.name == "__init__.py" else _hash(str(path), "sha256")
-            hidden.append(Change(name, f"{name} is {path} (the shell's PYTHONPATH), not the stack's", digest))
+            digest = (
+                _hash_tree(path.parent)
+                if path.name == "__init__.py"
+                else _hash(str(path), "sha256")
+            )
+            hidden.append(
+                Change(name, f"{name} is {path} (the shell's PYTHONPATH), not the stack's", digest)
+            )
     return hidden

@@ -1,13 +1,14 @@
-"""Report, in a stack's own python, what torch is and whether it can use the devices that it is given.
+"""Report, in a stack's own python, what torch is and whether it can use the devices that it is
+given.
 
     device_probe.py cpu          torch's version and backends
-    device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and 2, and import the
+    device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and
+    2, and import the
                                  packages that behave otherwise where a GPU is visible
     device_probe.py rank 1 FOLDER 2    be rank 1 of 2 on device 2, and add numbers with NCCL
 
-It prints one JSON object a line, so that a hang or a crash shows how far it got: ``stage`` names the next step, at
-last "done".
-Standard library and torch; Python 3.9 and torch 2.2, too.
+It prints one JSON object a line, so that a hang or a crash shows how far it got: ``stage`` names
+the next step, at last "done". Standard library and torch; Python 3.9 and torch 2.2, too.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def devices(torch: Any, touch: set[int]) -> None:
         try:
             result["name"] = torch.cuda.get_device_name(index)
             result["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(index))
-            result["uuid"] = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))  # torch >= 2.5
+            result["uuid"] = str(
+                getattr(torch.cuda.get_device_properties(index), "uuid", "")
+            )  # torch >= 2.5
             if index in touch:
                 compute(torch, index)
         except BaseException as error:
@@ -74,7 +77,8 @@ def devices(torch: Any, touch: set[int]) -> None:
 
 
 def compute(torch: Any, index: int) -> None:
-    """Run a library's kernel and one of torch's own: each may lack the GPU's architecture without the other."""
+    """Run a library's kernel and one of torch's own: each may lack the GPU's architecture without
+    the other."""
     ones = torch.ones(16, 16, device=torch.device("cuda", index))
     total = float((ones @ ones + ones).sum())
     if total != 16 * 16 * 17:
@@ -95,7 +99,8 @@ def imports() -> None:
 
 
 def all_reduce(rank: int, folder: str, device: int) -> None:
-    """Add numbers of two ranks, few and many; never returns. The launcher counts the time from ``stage``."""
+    """Add numbers of two ranks, few and many; never returns. The launcher counts the time from
+    ``stage``."""
     report(stage="import torch")
     try:
         import torch
@@ -105,7 +110,9 @@ def all_reduce(rank: int, folder: str, device: int) -> None:
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")
         report(stage="all-reduce")
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        dist.init_process_group(
+            "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
+        )
         for size in (1, 1 << 20):
             numbers = torch.full((size,), rank + 1.0, device="cuda")
             dist.all_reduce(numbers)

@@ -1,13 +1,17 @@
-"""Start the ranks of one attempt inside the stack's environment: with torchrun's own code, or by a user's command.
+"""Start the ranks of one attempt inside the stack's environment: with torchrun's own code, or by a
+user's command.
 
-Run by path: ``python elastic.py SPEC``. It uses the standard library and torch (>= 2.2) only, and writes launch.json
-beside the spec: once when all ranks have started (their pids) and again when they have ended.
+Run by path: ``python elastic.py SPEC``. It uses the standard library and torch (>= 2.2) only, and
+writes launch.json beside the spec: once when all ranks have started (their pids) and again when
+they have ended.
 
-A spec with ``command`` is a user's own (torchrun, accelerate, deepspeed, python). worker/hooks/sitecustomize.py, inside
-its processes, records which of them are ranks and how they ended.
+A spec with ``command`` is a user's own (torchrun, accelerate, deepspeed, python).
+worker/hooks/sitecustomize.py, inside its processes, records which of them are ranks and how they
+ended.
 
-Elastic starts ``python elastic.py --rank SCRIPT SETTINGS LOGS`` for each rank. That prepares the process and replaces
-itself with ``python -u SCRIPT --settings SETTINGS``, so that the rank is a direct child with a plain command line.
+Elastic starts ``python elastic.py --rank SCRIPT SETTINGS LOGS`` for each rank. That prepares the
+process and replaces itself with ``python -u SCRIPT --settings SETTINGS``, so that the rank is a
+direct child with a plain command line.
 
 The fork server (worker/fork_server.py) imports its process helpers from here.
 """
@@ -29,8 +33,11 @@ from pathlib import Path
 from typing import Any, Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
-TERM_GRACE_S = 3.0  # for the ranks that the fork server ends because another one failed (elastic's limit: 30 s)
-ORPHAN_GRACE_S = 1.0  # helpers of a rank (resource tracker, fork server) end by themselves shortly after it
+# for the ranks that the fork server ends because another one failed (elastic's limit: 30 s)
+TERM_GRACE_S = 3.0
+ORPHAN_GRACE_S = (
+    1.0  # helpers of a rank (resource tracker, fork server) end by themselves shortly after it
+)
 KILL_S = 5.0  # for killed processes to vanish
 POLL_S = 0.05  # for the ranks of a user's command
 QUOTED_LINES = 12  # of a user's launcher, in an error
@@ -42,13 +49,16 @@ signalled: set[int] = set()  # processes to which this one, elastic included, se
 
 def prctl(option: int, value: int) -> bool:
     try:
-        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0)
+        return bool(
+            ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0
+        )
     except (OSError, AttributeError):
         return False  # not Linux: the controller finds leaked processes by their token
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies; end now if the parent has died already."""
+    """Ask the kernel to kill this process when its parent dies; end now if the parent has died
+    already."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("REPRO_PARENT") or os.getppid()):
         os._exit(1)
@@ -60,9 +70,11 @@ def allow_debugging_and_no_core() -> None:
 
 
 def append_output(path: str) -> None:
-    """Send standard output and error to a file. The controller may cut a log that grows without limit: append.
+    """Send standard output and error to a file. The controller may cut a log that grows without
+    limit: append.
 
-    The Python streams stay the same objects: libraries that took hold of one at import write to the right place.
+    The Python streams stay the same objects: libraries that took hold of one at import write to the
+    right place.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -96,7 +108,8 @@ class TrackedPopen(subprocess.Popen):
 
 
 def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """Wrap os.kill or os.killpg to remember the target: the rank did not cause such an end itself."""
+    """Wrap os.kill or os.killpg to remember the target: the rank did not cause such an end
+    itself."""
 
     def wrapper(pid: int, number: int) -> None:
         if number:
@@ -107,19 +120,24 @@ def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], Non
 
 
 def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, Any]:
-    """Return a rank's entry in launch.json. ``code``: a negative one is a signal; None: it still runs, or unknown."""
+    """Return a rank's entry in launch.json. ``code``: a negative one is a signal; None: it still
+    runs, or unknown."""
     killed_by = None if code is None or code >= 0 else -code
     return {
         "rank": rank,
         "pid": pid,
         "exit_code": code if killed_by is None else None,
-        "signal": killed_by and next((each.name for each in signal.Signals if each == killed_by), f"SIG{killed_by}"),
+        "signal": (
+            killed_by
+            and next((each.name for each in signal.Signals if each == killed_by), f"SIG{killed_by}")
+        ),
         "terminated_by": "launcher" if by_launcher else "self",
     }
 
 
 def rank_entries() -> list[dict[str, Any]]:
-    """Return how each rank ended. Elastic ends the others with TERM, then KILL, once it has seen a failure."""
+    """Return how each rank ended. Elastic ends the others with TERM, then KILL, once it has seen a
+    failure."""
     entries = []
     for rank, process in sorted(ranks.items()):
         code = process.poll()
@@ -143,7 +161,8 @@ def children() -> dict[int, str]:
 
 
 def reap() -> bool:
-    """Collect the children that have ended. Return whether one is left (a subreaper adopts orphans)."""
+    """Collect the children that have ended. Return whether one is left (a subreaper adopts
+    orphans)."""
     for process in ranks.values():
         process.poll()  # before the next lines take its status away
     try:
@@ -182,7 +201,9 @@ def write(path: Path, answer: dict[str, Any]) -> None:
     try:
         temporary.write_text(json.dumps(answer), encoding="utf-8")
         os.replace(temporary, path)
-    except OSError as error:  # the disk is full, or the folder was removed: end the ranks in order all the same
+    except (
+        OSError
+    ) as error:  # the disk is full, or the folder was removed: end the ranks in order all the same
         print(f"the launch cannot be recorded: {error}", file=sys.stderr)
 
 
@@ -192,7 +213,9 @@ def finish(path: Path, answer: dict[str, Any]) -> None:
     answer["leaked_processes"] = kill_orphans()
     if ranks:
         answer["ranks"] = rank_entries()  # a rank that elastic did not end was killed as an orphan
-    usage = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    usage = [
+        resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     answer["cpu_s"] = round(sum(each.ru_utime + each.ru_stime for each in usage), 3)
     answer["finished"] = True
     write(path, answer)
@@ -216,7 +239,8 @@ def launch(spec: dict[str, Any], answer_file: Path) -> None:
             nproc_per_node=spec["world_size"],
             run_id=f"attempt-{os.getpid()}",
             role="default",  # as torchrun names it
-            # The agent hosts the store at a fixed address: no look-up of the host's own name, no second rendezvous.
+            # The agent hosts the store at a fixed address: no look-up of the host's own name, no
+            # second rendezvous.
             rdzv_backend="static",
             rdzv_endpoint=f"127.0.0.1:{port}",
             rdzv_configs={"rank": 0, "timeout": 60},
@@ -227,11 +251,21 @@ def launch(spec: dict[str, Any], answer_file: Path) -> None:
         )
         itself = ("-I", "-S", os.path.abspath(__file__), "--rank")
         try:
-            elastic_launch(config, sys.executable)(*itself, spec["script"], spec["settings"], spec["log_dir"])
+            elastic_launch(config, sys.executable)(
+                *itself, spec["script"], spec["settings"], spec["log_dir"]
+            )
         except ChildFailedError:
             pass  # the entries of the ranks report how they ended
-    except Exception as error:  # whatever torchrun's code raises is an error of the launch, not of a rank
-        kind = "port" if PORT_TAKEN.search(str(error)) else "import" if isinstance(error, ImportError) else "launch"
+    except (
+        Exception
+    ) as error:  # whatever torchrun's code raises is an error of the launch, not of a rank
+        kind = (
+            "port"
+            if PORT_TAKEN.search(str(error))
+            else "import"
+            if isinstance(error, ImportError)
+            else "launch"
+        )
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
     answer["ranks"] = rank_entries()
     finish(answer_file, answer)
@@ -254,7 +288,9 @@ def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, An
         # A rank whose end nothing reports tells nothing by it; its exception is in its record.
         unknown = code is None and command_exit is None
         ended = code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) and end["signalled"]
-        entries.append(rank_entry(rank, int(pid) if pid.isdigit() else None, code, unknown or ended))
+        entries.append(
+            rank_entry(rank, int(pid) if pid.isdigit() else None, code, unknown or ended)
+        )
     return entries
 
 
@@ -265,10 +301,15 @@ def run_command(spec: dict[str, Any], answer_file: Path) -> None:
     env = {**os.environ, **spec["env"]}
     env.pop("REPRO_PARENT", None)
     try:
-        process = subprocess.Popen(spec["command"], env=env, cwd=spec["cwd"], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            spec["command"], env=env, cwd=spec["cwd"], stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         message = f"{spec['command'][0]}: {error.strerror}"
-        write(answer_file, {**answer, "error": {"kind": "launch", "message": message}, "finished": True})
+        write(
+            answer_file,
+            {**answer, "error": {"kind": "launch", "message": message}, "finished": True},
+        )
         return
     announced = False
     while process.poll() is None:
@@ -281,7 +322,10 @@ def run_command(spec: dict[str, Any], answer_file: Path) -> None:
     if not answer["ranks"]:
         log = (answer_file.parent / "logs" / "launcher.log").read_text(errors="replace")
         quoted = "\n".join(log.splitlines()[-QUOTED_LINES:])
-        message = f"the command ended with exit code {process.returncode} before any rank started\n{quoted}"
+        message = (
+            f"the command ended with exit code {process.returncode} before any rank"
+            f" started\n{quoted}"
+        )
         answer["error"] = {"kind": "launch", "message": message}
     finish(answer_file, answer)
 

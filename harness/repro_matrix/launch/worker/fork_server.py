@@ -1,17 +1,19 @@
-"""The fork server: import a stack's packages once, and fork the ranks of each attempt from what is imported.
+"""The fork server: import a stack's packages once, and fork the ranks of each attempt from what is
+imported.
 
     python fork_server.py [PACKAGE ...]
 
-Its standard input is a socket of the controller (harness/repro_matrix/launch/forkserver.py). It sends
-one message, in JSON: {"ready": true}, or {"ready": false, "message": ..., "kind": "import"|"thread"|
-"process"|"cuda"}. Each message that it receives is the path of an attempt's spec.json, with a pipe. The
-server forks a supervisor of that attempt, which holds the pipe open until it ends, and writes its pid
-into it. How the ranks ended is in launch.json. The server ends when the socket is closed; its
-supervisors then end their ranks.
+Its standard input is a socket of the controller (harness/repro_matrix/launch/forkserver.py). It
+sends one message, in JSON: {"ready": true}, or {"ready": false, "message": ..., "kind":
+"import"|"thread"| "process"|"cuda"}. Each message that it receives is the path of an attempt's
+spec.json, with a pipe. The server forks a supervisor of that attempt, which holds the pipe open
+until it ends, and writes its pid into it. How the ranks ended is in launch.json. The server ends
+when the socket is closed; its supervisors then end their ranks.
 
-It runs inside the stack's environment (Python 3.9, standard library, torch, and the packages named), never runs an
-operation, and keeps one thread (preload.py). A stack that cannot be imported in this way is refused; the controller
-starts its attempts with torchrun. docs/concepts/launching.md lists how forked ranks differ from those of torchrun.
+It runs inside the stack's environment (Python 3.9, standard library, torch, and the packages
+named), never runs an operation, and keeps one thread (preload.py). A stack that cannot be imported
+in this way is refused; the controller starts its attempts with torchrun. docs/concepts/launching.md
+lists how forked ranks differ from those of torchrun.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a supervisor for each request until the socket is closed, or this process has a second thread."""
+    """Fork a supervisor for each request until the socket is closed, or this process has a second
+    thread."""
     server = os.getpid()
-    # Supervisors, and orphans of killed ones, leave no zombies. Ranks have the handler that an import installed.
+    # Supervisors, and orphans of killed ones, leave no zombies. Ranks have the handler that an
+    # import installed.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
@@ -63,10 +67,14 @@ def serve(requests: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno(), handler).run()
+                Supervisor(
+                    Path(os.fsdecode(data)), server, fds[0], requests.fileno(), handler
+                ).run()
             finally:
                 os._exit(70)  # the supervisor must never return into the server's loop
-        with contextlib.suppress(BrokenPipeError):  # the controller does not want the attempt any more
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the controller does not want the attempt any more
             os.write(fds[0], str(pid).encode())
         os.close(fds[0])
 
@@ -77,7 +85,9 @@ def main(packages: list[str]) -> int:
         os.dup2(null.fileno(), 0)  # imported packages can no longer read the requests
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)  # an ignored signal would stay ignored, as in elastic.become_rank
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # an ignored signal would stay ignored, as in elastic.become_rank
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -91,7 +101,8 @@ def main(packages: list[str]) -> int:
         requests.send(json.dumps({"ready": False, "kind": kind, "message": message}).encode())
         return 1
     gc.collect()
-    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in every rank
+    # the collector would otherwise touch, and so copy, every inherited page in every rank
+    gc.freeze()
     gc.enable()
     try:
         requests.send(json.dumps({"ready": True}).encode())
@@ -105,15 +116,20 @@ def main(packages: list[str]) -> int:
 
 
 class Supervisor:
-    """Run one attempt in its own process; ``run`` is called right after the fork and ends the process.
+    """Run one attempt in its own process; ``run`` is called right after the fork and ends the
+    process.
 
-    The order matters: the server has one thread, the supervisor forks every rank while it still has one, and only then
-    starts the ranks' store, whose threads no rank inherits. The ranks wait for the store's port on a pipe.
-    ``life`` is the pipe whose end reports that this process has ended; no rank may hold it. ``handler``: of SIGCHLD, in
+    The order matters: the server has one thread, the supervisor forks every rank while it still has
+    one, and only then starts the ranks' store, whose threads no rank inherits. The ranks wait for
+    the store's port on a pipe.
+    ``life`` is the pipe whose end reports that this process has ended; no rank may hold it.
+    ``handler``: of SIGCHLD, in
     the ranks.
     """
 
-    def __init__(self, spec_file: Path, server: int, life: int, requests: int, handler: Any) -> None:
+    def __init__(
+        self, spec_file: Path, server: int, life: int, requests: int, handler: Any
+    ) -> None:
         self.spec = json.loads(spec_file.read_text(encoding="utf-8"))
         self.launch_file = spec_file.with_name("launch.json")
         self.server, self.life, self.requests, self.handler = server, life, requests, handler
@@ -138,7 +154,9 @@ class Supervisor:
 
     def _start(self) -> None:
         elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
-        elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)  # when the server dies: end the ranks in order
+        elastic.prctl(
+            elastic.PR_SET_PDEATHSIG, signal.SIGTERM
+        )  # when the server dies: end the ranks in order
         if os.getppid() != self.server:
             os._exit(1)
         os.setsid()
@@ -156,7 +174,9 @@ class Supervisor:
                 run_rank(self.spec, rank, supervisor, receive, [*ports, send, self.life])
             os.close(receive)
             ports.append(send)
-            self.ranks.append({"rank": rank, "pid": pid, "exit_code": None, "signal": None, "terminated_by": None})
+            self.ranks.append(
+                {"rank": rank, "pid": pid, "exit_code": None, "signal": None, "terminated_by": None}
+            )
         elastic.write(self.launch_file, self.answer)
         from torch.distributed import TCPStore
 
@@ -164,7 +184,9 @@ class Supervisor:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.answer["port"] = self.store.port
         for send in ports:
-            with contextlib.suppress(BrokenPipeError):  # that rank has already ended; it is reaped below
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # that rank has already ended; it is reaped below
                 os.write(send, str(self.store.port).encode())
             os.close(send)
 
@@ -172,7 +194,8 @@ class Supervisor:
         return [rank["pid"] for rank in self.ranks if rank["terminated_by"] is None]
 
     def _wait(self) -> None:
-        """Wait until every rank has ended, TERM arrives, or a rank failed and the others have had their grace."""
+        """Wait until every rank has ended, TERM arrives, or a rank failed and the others have had
+        their grace."""
         limit: float | None = None
         while self._reap() and self._running():
             if limit is None and any(rank["exit_code"] or rank["signal"] for rank in self.ranks):
@@ -183,7 +206,10 @@ class Supervisor:
             received = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, seconds)
             if received is not None and received.si_signo == signal.SIGTERM:
                 if os.getppid() != self.server:
-                    self.answer["error"] = {"kind": "launcher_died", "message": "the fork server ended"}
+                    self.answer["error"] = {
+                        "kind": "launcher_died",
+                        "message": "the fork server ended",
+                    }
                 return
 
     def _reap(self) -> bool:
@@ -197,7 +223,9 @@ class Supervisor:
                 return True
             for rank in self.ranks:
                 if rank["pid"] == pid:
-                    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                    code = (
+                        -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                    )
                     rank.update(elastic.rank_entry(rank["rank"], pid, code, self.by_launcher))
 
     def _end_ranks(self) -> None:
@@ -216,10 +244,13 @@ class Supervisor:
 # --- one rank
 
 
-def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, others: list[int]) -> NoReturn:
+def run_rank(
+    spec: dict[str, Any], rank: int, supervisor: int, receive: int, others: list[int]
+) -> NoReturn:
     """Be one rank, from the fork to its end: its process is what torchrun would have started.
 
-    Environment, working folder, signals, standard streams and random seeds are set before any line of the script runs.
+    Environment, working folder, signals, standard streams and random seeds are set before any line
+    of the script runs.
     """
     code = 1
     try:
@@ -245,7 +276,9 @@ def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, oth
             install_hooks(spec["hooks"])
         code = run_script(spec["script"], spec.get("arguments", ["--settings", spec["settings"]]))
     except BaseException:
-        sys.audit("sys.excepthook", sys.excepthook, *sys.exc_info())  # as an interpreter that ends does
+        sys.audit(
+            "sys.excepthook", sys.excepthook, *sys.exc_info()
+        )  # as an interpreter that ends does
         traceback.print_exc()
     finally:
         if "hooks" in spec:
@@ -258,7 +291,8 @@ def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, oth
 
 
 def torchrun_variables(rank: int, world_size: int, run_id: str) -> dict[str, str]:
-    """Return what torchrun puts into a rank's environment (MASTER_PORT follows when the store is up)."""
+    """Return what torchrun puts into a rank's environment (MASTER_PORT follows when the store is
+    up)."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
@@ -289,8 +323,11 @@ def reset_state() -> None:
 
 
 def install_hooks(folder: str) -> None:
-    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the server's own modules."""
-    found = importlib.util.spec_from_file_location("repro_hooks", os.path.join(folder, "sitecustomize.py"))
+    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the
+    server's own modules."""
+    found = importlib.util.spec_from_file_location(
+        "repro_hooks", os.path.join(folder, "sitecustomize.py")
+    )
     hooks = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
     found.loader.exec_module(hooks)  # type: ignore[union-attr]
     for name in ("elastic", "preload"):
@@ -299,10 +336,18 @@ def install_hooks(folder: str) -> None:
 
 
 def run_script(script: str, arguments: list[str]) -> int:
-    """Run the script as ``python script arguments`` would. It is read now, so that an edit takes effect."""
+    """Run the script as ``python script arguments`` would. It is read now, so that an edit takes
+    effect."""
     sys.argv = [script, *arguments]
-    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
-    sys.path[:0] = [os.path.dirname(os.path.abspath(script)), *added]  # entries that the server was started without
+    added = [
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path and path not in sys.path
+    ]
+    sys.path[:0] = [
+        os.path.dirname(os.path.abspath(script)),
+        *added,
+    ]  # entries that the server was started without
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=builtins)
     sys.modules["__main__"] = main

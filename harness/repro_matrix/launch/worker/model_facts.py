@@ -1,8 +1,8 @@
 """Describe a model from meta tensors: its parameters, its units, and what its activations need.
 
-Run by path inside the stack: ``python model_facts.py REPROS < request.json``; the answer is its last line.
-Standard library, torch and transformers (and peft for LoRA) only. No weight is ever allocated: the model is built by
-repros/repro_kit on the meta device.
+Run by path inside the stack: ``python model_facts.py REPROS < request.json``; the answer is its
+last line. Standard library, torch and transformers (and peft for LoRA) only. No weight is ever
+allocated: the model is built by repros/repro_kit on the meta device.
 
 Request: {key: {"model": settings, "dtype", "lora", "checkpointing"}}
 Answer: {key: facts or {"error": text}}
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 Json = dict[str, Any]
-# Elements that a backward needs, for each token: per layer so many times its width, and of the logits so many times the
-# vocabulary. Within 7 % of what torch 2.13 keeps of Qwen 1.5 (1.8B to 14B) and Llama 2 (7B), counted on meta tensors.
+# Elements that a backward needs, for each token: per layer so many times its width, and of the
+# logits so many times the vocabulary. Within 7 % of what torch 2.13 keeps of Qwen 1.5 (1.8B to 14B)
+# and Llama 2 (7B), counted on meta tensors.
 OF_WIDTH, OF_VOCABULARY = 26, 6
 
 
@@ -32,7 +33,11 @@ def main() -> None:
         try:
             models[key] = facts(model)
         except Exception as error:  # other models can still be built by this stack
-            models[key] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+            models[key] = {
+                "error": (
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
+            }
     print(json.dumps(models))
     sys.stdout.flush()
     os._exit(0)  # some releases of torch abort while the interpreter is torn down
@@ -50,7 +55,9 @@ def facts(request: Json) -> Json:
         model = add_lora(run, model)
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = list(model.parameters())
-    layers = [part for part in whole.modules() if type(part).__name__ in (whole._no_split_modules or ())]
+    layers = [
+        part for part in whole.modules() if type(part).__name__ in (whole._no_split_modules or ())
+    ]
     vocabulary, width = whole.get_input_embeddings().weight.shape
     # Checkpointing keeps the input of every layer, and the rest of one.
     widths = len(layers) + OF_WIDTH if request["checkpointing"] else len(layers) * OF_WIDTH
@@ -72,7 +79,8 @@ def facts(request: Json) -> Json:
 
 
 def split_by_tp(model: Any) -> int:
-    """Return how many elements tensor parallelism spreads over the ranks; the rest is on every rank."""
+    """Return how many elements tensor parallelism spreads over the ranks; the rest is on every
+    rank."""
     from fnmatch import fnmatch
 
     try:

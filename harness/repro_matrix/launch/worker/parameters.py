@@ -1,10 +1,12 @@
-"""Describe the parameters that a user's script has trained, as its rank ends: what `repro run --check` compares.
+"""Describe the parameters that a user's script has trained, as its rank ends: what `repro run
+--check` compares.
 
-They are those that an optimizer of torch stepped on. They stay in memory until the end, so that those of a function
-that has returned are seen, too. Their gradients do not: each step replaces sums of their bits, because a script may
-clear gradients after the step, and a step that uses only their signs leaves equal parameters. Frozen parameters of the
-same modules do not change, so sums of their bits at the first step are enough; whether they are finite is seen at the
-end, too. Standard library; torch is the script's own.
+They are those that an optimizer of torch stepped on. They stay in memory until the end, so that
+those of a function that has returned are seen, too. Their gradients do not: each step replaces sums
+of their bits, because a script may clear gradients after the step, and a step that uses only their
+signs leaves equal parameters. Frozen parameters of the same modules do not change, so sums of their
+bits at the first step are enough; whether they are finite is seen at the end, too. Standard
+library; torch is the script's own.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ import sys
 import weakref
 from typing import Any
 
-SHARDING = {"FullyShardedDataParallel": "FSDP", "DeepSpeedEngine": "DeepSpeed"}  # by the name of a living object's type
+SHARDING = {
+    "FullyShardedDataParallel": "FSDP",
+    "DeepSpeedEngine": "DeepSpeed",
+}  # by the name of a living object's type
 stepped: dict[int, Any] = {}  # id -> parameter
 names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
 steps: Any = weakref.WeakKeyDictionary()  # optimizer -> its steps
-used: dict[int, tuple[int, Any]] = {}  # id of a parameter -> the last step with a gradient, its bit sums
+used: dict[
+    int, tuple[int, Any]
+] = {}  # id of a parameter -> the last step with a gradient, its bit sums
 # id -> shape, bit sums, whether finite, and a reference; of modules that are trained
 frozen: dict[int, tuple[Any, Any, Any, Any]] = {}
 others: set[int] = set()  # ids of parameters that are in neither
@@ -31,13 +38,17 @@ errors: list[str] = []  # why gradients are unknown
 
 
 def watch(optimizers: Any) -> None:
-    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer. torch before 2.0 has no hook."""
-    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)  # for torch.compile(optimizer.step)
+    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer. torch before
+    2.0 has no hook."""
+    no_compile = getattr(
+        optimizers.torch, "_disable_dynamo", lambda hook: hook
+    )  # for torch.compile(optimizer.step)
     getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 
 
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Remember an optimizer's parameters, while their modules are alive, and sums of the gradients that it used."""
+    """Remember an optimizer's parameters, while their modules are alive, and sums of the gradients
+    that it used."""
     found = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     distributed = sys.modules["torch"].distributed
     grouped = distributed.is_available() and distributed.is_initialized()
@@ -56,8 +67,8 @@ def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def bit_sums(gradient: Any) -> Any:
-    """Return the sums of each column's and each row's bits: equal in any order of addition. The device computes them
-    later."""
+    """Return the sums of each column's and each row's bits: equal in any order of addition. The
+    device computes them later."""
     torch = sys.modules["torch"]
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -88,14 +99,25 @@ def remember(found: dict[int, Any]) -> None:
                 key, parts = id(parameter), name.removeprefix("module.")
                 names[key] = max(names.get(key, ""), parts, key=len)
                 others.add(key)
-                if trained and not (parameter.requires_grad or parameter.is_meta) and parameter.numel():
+                if (
+                    trained
+                    and not (parameter.requires_grad or parameter.is_meta)
+                    and parameter.numel()
+                ):
                     fixed[key] = parameter
     for key, parameter in fixed.items() if not sharded else ():
         if key not in frozen and not getattr(parameter, "_ddp_ignored", False):
-            with contextlib.suppress(Exception):  # a layout without these operations: it is not compared
+            with contextlib.suppress(
+                Exception
+            ):  # a layout without these operations: it is not compared
                 content = local(parameter)
                 finite = torch.isfinite(content).all()
-                frozen[key] = list(parameter.shape), bit_sums(content), finite, weakref.ref(parameter)
+                frozen[key] = (
+                    list(parameter.shape),
+                    bit_sums(content),
+                    finite,
+                    weakref.ref(parameter),
+                )
     others.difference_update(frozen, stepped)
 
 
@@ -109,25 +131,36 @@ def values(tensor: Any) -> Any:
 
 
 def describe() -> dict[str, Any]:
-    """Return the name, shape and hash of each parameter on this rank, and whether it and its gradient are finite; or
-    why there is none."""
+    """Return the name, shape and hash of each parameter on this rank, and whether it and its
+    gradient are finite; or why there is none."""
     if not stepped:
         where = "in the rank's own process; those that it spawns are not watched"
         return {"missing": f"no optimizer of torch has stepped {where}"}
     try:
         found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
-        found += [_describe_frozen(key, *item) for key, item in frozen.items() if key not in stepped]
+        found += [
+            _describe_frozen(key, *item) for key, item in frozen.items() if key not in stepped
+        ]
     except Exception as error:  # a device that failed; the script's own result stays what it is
         return {"missing": f"{type(error).__name__}: {error}"[:200]}
     # A sharded optimizer steps on parts first, and modules may be in another order on another rank.
-    found.sort(key=lambda each: (each["name"], each["shape"], each["hash"] if each["frozen"] else ""))
-    return {"parameters": found, "sharded": sorted(sharded), "errors": errors, "others": len(others),
-            "group": max(groups)}  # fmt: skip
+    found.sort(
+        key=lambda each: (each["name"], each["shape"], each["hash"] if each["frozen"] else "")
+    )
+    return {
+        "parameters": found,
+        "sharded": sorted(sharded),
+        "errors": errors,
+        "others": len(others),
+        "group": max(groups),
+    }
 
 
 def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
     placements = getattr(parameter, "placements", ())
-    if any(not each.is_replicate() for each in placements) or getattr(parameter, "tensor_model_parallel", False):
+    if any(not each.is_replicate() for each in placements) or getattr(
+        parameter, "tensor_model_parallel", False
+    ):
         sharded.add("tensor parallelism or FSDP2")
     torch, own = sys.modules["torch"], local(parameter)
     step, sums = used.get(key, (0, None))
@@ -144,11 +177,21 @@ def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
     }
 
 
-def _describe_frozen(key: int, shape: list[int], sums: Any, finite: Any, reference: Any) -> dict[str, Any]:
+def _describe_frozen(
+    key: int, shape: list[int], sums: Any, finite: Any, reference: Any
+) -> dict[str, Any]:
     now = reference()  # None: its module is gone
     finite = bool(finite) and (now is None or bool(sys.modules["torch"].isfinite(local(now)).all()))
-    return {"name": names[key], "shape": shape, "hash": digest(sums), "used": [0, False], "ignored": False,
-            "frozen": True, "finite": finite, "gradient": False}  # fmt: skip
+    return {
+        "name": names[key],
+        "shape": shape,
+        "hash": digest(sums),
+        "used": [0, False],
+        "ignored": False,
+        "frozen": True,
+        "finite": finite,
+        "gradient": False,
+    }
 
 
 def digest(tensor: Any) -> str:

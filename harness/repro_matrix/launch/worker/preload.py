@@ -1,8 +1,10 @@
-"""Import a stack's packages for the fork server (fork_server.py), so that ranks can be forked afterwards.
+"""Import a stack's packages for the fork server (fork_server.py), so that ranks can be forked
+afterwards.
 
-A fork copies only the thread that calls it: a lock which another thread holds would stay locked in every rank. So the
-server has one thread, no child that its ranks would share, and never starts CUDA's driver, which survives no fork.
-docs/concepts/launching.md lists what packages do at import and what is done about it.
+A fork copies only the thread that calls it: a lock which another thread holds would stay locked in
+every rank. So the server has one thread, no child that its ranks would share, and never starts
+CUDA's driver, which survives no fork. docs/concepts/launching.md lists what packages do at import
+and what is done about it.
 """
 
 from __future__ import annotations
@@ -24,24 +26,35 @@ from typing import Any, Callable
 
 import elastic
 
-# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); parts that an
-# older torch lacks are left out. A case whose failure depends on the order of imports has to start with torchrun.
+# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo
+# there); parts that an older torch lacks are left out. A case whose failure depends on the order of
+# imports has to start with torchrun.
 BASE = [
-    "torch", "torch.nn.parallel", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch._dynamo",
-]  # fmt: skip
+    "torch",
+    "torch.nn.parallel",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+]
 # Packages that load their parts at first use: the parts that the scripts use.
 LAZY = {
     "transformers": [
-        "transformers.modeling_utils", "transformers.models.auto", "transformers.models.auto.modeling_auto",
-        "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama",
+        "transformers.modeling_utils",
+        "transformers.models.auto",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.llama.modeling_llama",
         "transformers.integrations.deepspeed",
     ],
-    # What takes long in deepspeed.initialize; the first compiles at import, which loads all of inductor (2 CPU s).
+    # What takes long in deepspeed.initialize; the first compiles at import, which loads all of
+    # inductor (2 CPU s).
     "deepspeed": ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"],
-}  # fmt: skip
-# Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what transformers costs.
-# Accelerator.prepare and Trainer import deepspeed wherever it is installed.
+}
+# Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what
+# transformers costs. Accelerator.prepare and Trainer import deepspeed wherever it is installed.
 LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
 
 at_start: list[Callable[[], Any]] = []  # what imports did, and each rank has to do for itself
@@ -52,7 +65,8 @@ class Refused(Exception):
 
 
 def preload(packages: list[str]) -> None:
-    """Import torch's usual parts and ``packages``. Raises Refused where ranks cannot be forked after that."""
+    """Import torch's usual parts and ``packages``. Raises Refused where ranks cannot be forked
+    after that."""
     wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
         wanted += [(package, True), *((name, False) for name in LAZY.get(package, []))]
@@ -60,14 +74,18 @@ def preload(packages: list[str]) -> None:
     sys.meta_path.insert(0, importing)  # type: ignore[arg-type]
     try:
         for number, (name, required) in enumerate(wanted):
-            if number == len(BASE):  # dynamo, which knows torch's functions by identity, has the real ones
+            if number == len(
+                BASE
+            ):  # dynamo, which knows torch's functions by identity, has the real ones
                 gpus.replace()
             try:
                 importlib.import_module(name)
             except BaseException as error:  # packages raise anything at import, SystemExit too
                 if required and os.getpid() == server:
                     raise Refused("import", f"{name}: {type(error).__name__}: {error}") from error
-                continue  # this release may not have the part; one that fails does so in the rank, with its own error
+                # this release may not have the part; one that fails does so in the rank, with its
+                # own error
+                continue
             finally:
                 if os.getpid() != server:
                     os._exit(0)  # the import forked: its copy of this process must not serve
@@ -76,19 +94,25 @@ def preload(packages: list[str]) -> None:
     finally:
         sys.meta_path.remove(importing)  # type: ignore[arg-type]
         gpus.restore()
-    if in_child(sys.modules["torch"].cuda._is_in_bad_fork):  # some queries have that effect and initialise nothing
-        raise Refused("cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks")
+    if in_child(
+        sys.modules["torch"].cuda._is_in_bad_fork
+    ):  # some queries have that effect and initialise nothing
+        raise Refused(
+            "cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks"
+        )
 
 
 class Importing:
-    """A finder of modules that finds none. It writes the module whose import began last to the file ``importing``, in
-    case the import ends this process, and notes which one started a thread."""
+    """A finder of modules that finds none. It writes the module whose import began last to the file
+    ``importing``, in case the import ends this process, and notes which one started a thread."""
 
     def __init__(self) -> None:
         self.file = os.open("importing", os.O_WRONLY | os.O_CREAT, 0o600)
         self.last = ""
         older = "there before the first import, from a .pth file or sitecustomize"
-        self.started = dict.fromkeys([*threads(), *map(str, elastic.children())], older)  # thread or process -> origin
+        self.started = dict.fromkeys(
+            [*threads(), *map(str, elastic.children())], older
+        )  # thread or process -> origin
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         self._note()
@@ -104,7 +128,9 @@ class Importing:
         if len(threads()) > 1:
             in_child(int)  # libraries that expect forks (OpenBLAS) end their threads before one
         if len(threads()) > 1:
-            raise Refused("thread", f"a thread is left after importing {module} ({self._describe()})")
+            raise Refused(
+                "thread", f"a thread is left after importing {module} ({self._describe()})"
+            )
         if elastic.reap():
             left, origin = elastic.children().items(), f"from the import of {module}"
             names = "; ".join(f"{name}, {self.started.get(str(pid), origin)}" for pid, name in left)
@@ -118,32 +144,50 @@ class Importing:
         found: Counter[str] = Counter()
         for thread in set(threads()) - {str(os.getpid())}:
             with contextlib.suppress(OSError):  # it has ended
-                name = Path("/proc/self/task", thread, "comm").read_text(encoding="utf-8", errors="replace").strip()
+                name = (
+                    Path("/proc/self/task", thread, "comm")
+                    .read_text(encoding="utf-8", errors="replace")
+                    .strip()
+                )
                 found[f"{python.get(int(thread), name)}, {self.started[thread]}"] += 1
-        return "; ".join(f"{count} of {name}" if count > 1 else name for name, count in found.most_common(5))
+        return "; ".join(
+            f"{count} of {name}" if count > 1 else name for name, count in found.most_common(5)
+        )
 
 
 class GpuQueries:
     """Let a child answer what imports ask torch about GPUs: the answer needs CUDA's driver.
 
-    The child sees all GPUs of the node. In ranks, what a package keeps of these functions calls the real ones.
+    The child sees all GPUs of the node. In ranks, what a package keeps of these functions calls the
+    real ones.
     """
 
     NAMES = (
-        "is_available", "device_count", "get_device_properties", "get_arch_list", "is_bf16_supported", "current_device",
-    )  # fmt: skip
+        "is_available",
+        "device_count",
+        "get_device_properties",
+        "get_arch_list",
+        "is_bf16_supported",
+        "current_device",
+    )
 
     def __init__(self) -> None:
         self.server = os.getpid()
         self.replaced: list[tuple[Any, str, Any]] = []
-        self.differ = False  # whether the properties of one GPU were read, and others have other ones
+        self.differ = (
+            False  # whether the properties of one GPU were read, and others have other ones
+        )
 
     def replace(self) -> None:
         cuda = sys.modules["torch"].cuda
         if not cuda._is_compiled():
             return
         for name in self.NAMES:
-            self._replace(cuda, name, functools.lru_cache(None)(functools.partial(self._ask, getattr(cuda, name))))
+            self._replace(
+                cuda,
+                name,
+                functools.lru_cache(None)(functools.partial(self._ask, getattr(cuda, name))),
+            )
         if importlib.util.find_spec("pynvml"):
             pynvml = importlib.import_module("pynvml")
             self._replace(pynvml, "nvmlInit", functools.partial(self._open_nvml, pynvml.nvmlInit))
@@ -163,8 +207,12 @@ class GpuQueries:
             answer = real(*args, **kwargs)
             if real.__name__ != "get_device_properties":
                 return answer, False
-            names = {real(number).name for number in range(sys.modules["torch"].cuda.device_count())}
-            values = {name: getattr(answer, name) for name in dir(answer) if not name.startswith("_")}
+            names = {
+                real(number).name for number in range(sys.modules["torch"].cuda.device_count())
+            }
+            values = {
+                name: getattr(answer, name) for name in dir(answer) if not name.startswith("_")
+            }
             plain = {name: value for name, value in values.items() if isinstance(value, (int, str))}
             return types.SimpleNamespace(**plain), len(names) > 1
 
@@ -184,9 +232,15 @@ class GpuQueries:
     def check(self, module: str) -> None:
         """Raise Refused if no rank could use its GPU as if it had imported ``module`` itself."""
         if sys.modules["torch"].cuda.is_initialized() or driver_initialised():
-            raise Refused("cuda", f"importing {module} initialised CUDA: a forked rank could not use it")
+            raise Refused(
+                "cuda", f"importing {module} initialised CUDA: a forked rank could not use it"
+            )
         if self.differ:
-            raise Refused("cuda", f"importing {module} read the properties of a GPU, and the GPUs of this node differ")
+            raise Refused(
+                "cuda",
+                f"importing {module} read the properties of a GPU, and the GPUs of this node"
+                " differ",
+            )
 
 
 def in_child(function: Callable[[], Any]) -> Any:
@@ -215,10 +269,13 @@ def threads() -> list[str]:
 
 
 def driver_initialised() -> bool:
-    """Return whether cuInit was called (torch does not know when another package called it). Loads nothing."""
+    """Return whether cuInit was called (torch does not know when another package called it). Loads
+    nothing."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
         count = ctypes.c_int()
-        return bool(driver.cuDeviceGetCount(ctypes.byref(count)) == 0)  # else CUDA_ERROR_NOT_INITIALIZED
+        return bool(
+            driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        )  # else CUDA_ERROR_NOT_INITIALIZED
     except (OSError, AttributeError):
         return False

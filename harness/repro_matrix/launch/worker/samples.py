@@ -1,10 +1,11 @@
-"""Record the samples that a user's script trains on: `repro run --check data` compares them (launch/sample_checks.py).
+"""Record the samples that a user's script trains on: `repro run --check data` compares them
+(launch/sample_checks.py).
 
-An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate, torchdata), that
-yields the last batch before an optimizer's step, or batches before several steps. Evaluation does neither. Samples are
-known by checksums of their content and, where the sampler draws them, by their indices: not those of an iterable
-dataset, or of a loader that gets its batches from another rank. Standard library; torch is the script's own;
-Python 3.9.
+An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate,
+torchdata), that yields the last batch before an optimizer's step, or batches before several steps.
+Evaluation does neither. Samples are known by checksums of their content and, where the sampler
+draws them, by their indices: not those of an iterable dataset, or of a loader that gets its batches
+from another rank. Standard library; torch is the script's own; Python 3.9.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any, Callable, Iterator
 
 LIMIT = 100_000  # samples of a rank that are recorded
 epochs: list[Epoch] = []
-drawing: Epoch | None = None  # the loader that runs now: batches of loaders inside of it are not counted
+drawing: Epoch | None = (
+    None  # the loader that runs now: batches of loaders inside of it are not counted
+)
 last: Epoch | None = None  # the loader that yielded the last batch
 recorded = steps = 0
 errors: list[str] = []
@@ -25,19 +28,25 @@ errors: list[str] = []
 
 class Epoch:
     def __init__(self, loader: Any) -> None:
-        self.drawn: list[list[int]] = []  # indices of each batch, by the order in which they are fetched
+        self.drawn: list[
+            list[int]
+        ] = []  # indices of each batch, by the order in which they are fetched
         self.content: list[list[int]] = []  # checksums of each batch that was yielded
         self.yielded = self.trained = 0  # batches
         self.intervals = set[int]()  # the numbers of steps that were made before its batches
         self.ended = self.is_last = False
         self.skipped = getattr(loader, "skip_batches", 0) or 0
         self.subset = subset(getattr(loader, "dataset", None))  # its indices
-        self.from_rank_0 = type(loader).__name__ == "DataLoaderDispatcher"  # accelerate: rank 0 draws for all ranks
+        self.from_rank_0 = (
+            type(loader).__name__ == "DataLoaderDispatcher"
+        )  # accelerate: rank 0 draws for all ranks
         samplers = list(nested(loader))
         names = [type(each).__name__ for each in samplers]
         self.fields = {
             "sampler": next((name for name in reversed(names) if name != "BatchSampler"), ""),
-            "batch_size": max((getattr(each, "batch_size", 0) or 0 for each in [loader, *samplers]), default=0),
+            "batch_size": max(
+                (getattr(each, "batch_size", 0) or 0 for each in [loader, *samplers]), default=0
+            ),
             "batches": length(loader),
             "length": length(getattr(loader, "dataset", None)),
             "subset": zlib.crc32(repr(self.subset).encode()) if self.subset else None,
@@ -45,8 +54,19 @@ class Epoch:
             "replacement": any(getattr(each, "replacement", False) for each in samplers),
             "drop_last": any(getattr(each, "drop_last", False) for each in samplers),
             "even_batches": any(getattr(each, "even_batches", False) for each in samplers),
-            "shard": next(([each.num_replicas, each.rank] for each in samplers if hasattr(each, "num_replicas")), None),
-            "continues": bool(self.skipped or "SkipBatchSampler" in names or getattr(loader, "next_iter_state", None)),
+            "shard": next(
+                (
+                    [each.num_replicas, each.rank]
+                    for each in samplers
+                    if hasattr(each, "num_replicas")
+                ),
+                None,
+            ),
+            "continues": bool(
+                self.skipped
+                or "SkipBatchSampler" in names
+                or getattr(loader, "next_iter_state", None)
+            ),
         }
 
     def take(self, batch: Any) -> None:
@@ -54,7 +74,9 @@ class Epoch:
         global last, recorded
         last = self
         if self.intervals and steps > max(self.intervals):
-            self.trained = self.yielded  # before a step: with the last batch of another loader, if it was not this one
+            self.trained = (
+                self.yielded
+            )  # before a step: with the last batch of another loader, if it was not this one
         self.yielded += 1
         self.intervals = {*sorted(self.intervals)[:1], steps}
         if recorded > LIMIT or errors:
@@ -84,7 +106,9 @@ class Epoch:
             "exact": exact,
             "steps": [min(self.intervals), max(self.intervals)],
             "finished": ended and self.trained == self.yielded,
-            "samples": [self.subset[each] if self.subset else each for each in drawn] if exact else content,
+            "samples": (
+                [self.subset[each] if self.subset else each for each in drawn] if exact else content
+            ),
             "content": content,
         }
 
@@ -144,7 +168,11 @@ def checksums(batch: Any) -> list[int]:
     sums = [0] * count
     for each in found.values():
         for row in range(count if len(each) == count else 0):
-            own = each[row] if mask is None or mask.shape != each.shape else each[row][mask[row].bool()]
+            own = (
+                each[row]
+                if mask is None or mask.shape != each.shape
+                else each[row][mask[row].bool()]
+            )
             sums[row] = zlib.crc32(content_of(own), sums[row])
     return sums
 
@@ -170,7 +198,8 @@ def install(dataloader: Any) -> None:
 
 
 def install_accelerate(module: Any) -> None:
-    """Watch accelerate's loaders, which hold one of torch and fetch a batch ahead. module: accelerate.data_loader."""
+    """Watch accelerate's loaders, which hold one of torch and fetch a batch ahead. module:
+    accelerate.data_loader."""
     for name in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"):
         loader = getattr(module, name, None)
         if loader is not None:
@@ -243,7 +272,11 @@ def drawing_indices(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def _next_index(self: Any) -> Any:
         index = original(self)
         epoch = drawing or self.__dict__.get("_repro_epoch")
-        if epoch and recorded <= LIMIT and all(hasattr(each, "__index__") for each in as_list(index)):
+        if (
+            epoch
+            and recorded <= LIMIT
+            and all(hasattr(each, "__index__") for each in as_list(index))
+        ):
             epoch.drawn.append(list(map(operator.index, as_list(index))))
         return index
 
@@ -251,7 +284,8 @@ def drawing_indices(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def watch_steps(optimizers: Any) -> None:
-    """Mark what was trained on. optimizers: the module torch.optim.optimizer. torch before 2.0 has no such hook."""
+    """Mark what was trained on. optimizers: the module torch.optim.optimizer. torch before 2.0 has
+    no such hook."""
     no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
     getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 
@@ -273,6 +307,9 @@ def describe() -> dict[str, Any]:
         return {"missing": f"a rank read more than {LIMIT:,} samples; end the script earlier"}
     if not trained:
         return {
-            "missing": "no DataLoader of torch yielded a batch before an optimizer stepped in the rank's own process"
+            "missing": (
+                "no DataLoader of torch yielded a batch before an optimizer stepped in the rank's"
+                " own process"
+            )
         }
     return {"epochs": trained}

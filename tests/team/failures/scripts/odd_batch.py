@@ -12,7 +12,12 @@ def body(run: Run) -> None:
     head(torch.ones(rows, device=run.device))  # <-
     mine = torch.full((1,), run.rank + 1.0, device=run.device)
     dist.all_reduce(mine)
-    run.check("sum", actual=mine.tolist(), expected=[run.world_size * (run.world_size + 1) / 2], tolerance=0.0)
+    run.check(
+        "sum",
+        actual=mine.tolist(),
+        expected=[run.world_size * (run.world_size + 1) / 2],
+        tolerance=0.0,
+    )
 
 
 if __name__ == "__main__":

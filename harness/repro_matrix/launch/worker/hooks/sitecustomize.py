@@ -1,9 +1,10 @@
 """Hooks for every Python process of a user's script: this folder comes first on PYTHONPATH.
 
-A rank gets a record like a case's (repro_kit/record.py): its exception with frames, its warnings and log messages; its
-output goes to its own log. A launcher (torchrun, accelerate, deepspeed) gets a Popen that records how its ranks ended.
-Nothing else changes: sys.path, argv, __main__ and warning filters are as without it, another sitecustomize is imported
-after this one, and hooks that the script sets are called. Standard library, Python 3.9.
+A rank gets a record like a case's (repro_kit/record.py): its exception with frames, its warnings
+and log messages; its output goes to its own log. A launcher (torchrun, accelerate, deepspeed) gets
+a Popen that records how its ranks ended. Nothing else changes: sys.path, argv, __main__ and warning
+filters are as without it, another sitecustomize is imported after this one, and hooks that the
+script sets are called. Standard library, Python 3.9.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ def next_sitecustomize() -> None:
 
 
 def claimed(folder: str, rank: int) -> bool:
-    """Return whether this process is the rank: the first with its number. Its children inherit its environment."""
+    """Return whether this process is the rank: the first with its number. Its children inherit its
+    environment."""
     try:
-        file = os.open(os.path.join(folder, f"claim-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        file = os.open(
+            os.path.join(folder, f"claim-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )
     except FileExistsError:
         return False
     os.write(file, str(os.getpid()).encode())
@@ -43,7 +47,8 @@ def claimed(folder: str, rank: int) -> bool:
 
 
 def load(folder: str, name: str) -> Any:
-    """Import one of this project's modules; leave neither its name nor its folder visible to the script."""
+    """Import one of this project's modules; leave neither its name nor its folder visible to the
+    script."""
     top = name.partition(".")[0]
     taken = {each: module for each, module in sys.modules.items() if each.partition(".")[0] == top}
     sys.path.insert(0, folder)
@@ -89,7 +94,8 @@ def start_trace(rank: int, world_size: int, tracers: list[Any]) -> None:
 
 
 def kit_folder() -> str:
-    """Return the folder of repro_kit: beside harness/ in a checkout, in the package's data/ in a wheel."""
+    """Return the folder of repro_kit: beside harness/ in a checkout, in the package's data/ in a
+    wheel."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
     places = (os.path.join(package, "data", "repros"), os.path.join(package, "..", "..", "repros"))
     return next(place for place in places if os.path.isdir(os.path.join(place, "repro_kit")))
@@ -107,14 +113,17 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     elastic = load(WORKERS, "elastic")
     elastic.append_output(os.path.join(os.path.dirname(folder), "logs", f"rank-{rank}.log"))
     elastic.allow_debugging_and_no_core()
-    stacks = open(os.path.join(folder, f"stacks-{rank}.txt"), "w")  # noqa: SIM115 (open for as long as the rank lives)
+    # Open for as long as the rank lives.
+    stacks = open(os.path.join(folder, f"stacks-{rank}.txt"), "w")  # noqa: SIM115
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     record = recording.Record(Path(folder, f"rank-{rank}.json"), rank, world_size)
     record.data["phase"] = "script"
     record.capture.install(every=False)
     checks = os.environ.get("REPRO_CHECKS", "").split(",")
-    parameters = load(WORKERS, "parameters") if {"replicas", "finite"}.intersection(checks) else None
+    parameters = (
+        load(WORKERS, "parameters") if {"replicas", "finite"}.intersection(checks) else None
+    )
     if parameters:
         Finder("torch.optim.optimizer", parameters.watch)
     samples = load(WORKERS, "samples") if "data" in checks else None
@@ -142,7 +151,8 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
             record.write()
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
-        """Record an uncaught exception before any excepthook: one that the script has set may end the process."""
+        """Record an uncaught exception before any excepthook: one that the script has set may end
+        the process."""
         raised = args[2] if event == "sys.excepthook" and os.getpid() == rank_pid else None
         if isinstance(raised, BaseException) and record.data["exception"] is None:
             record.data["exception"] = recording.describe_exception(raised)
@@ -172,7 +182,8 @@ def watch_launcher(folder: str) -> None:
         @returncode.setter
         def returncode(self, code: int | None) -> None:
             self._code = code
-            # sys.maxsize: another waiter has reaped it (DeepSpeed's launcher); how it ended is not known here.
+            # sys.maxsize: another waiter has reaped it (DeepSpeed's launcher); how it ended is not
+            # known here.
             if code is None or code == sys.maxsize:
                 return
             path = os.path.join(folder, f"exit-{self.pid}.json")
@@ -186,7 +197,10 @@ def watch_launcher(folder: str) -> None:
 def is_launcher() -> bool:
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
-    return any(word.startswith(("torch.distributed.", "accelerate.commands.", "deepspeed.launcher.")) for word in words)
+    return any(
+        word.startswith(("torch.distributed.", "accelerate.commands.", "deepspeed.launcher."))
+        for word in words
+    )
 
 
 def begin() -> None:
@@ -199,7 +213,9 @@ def begin() -> None:
             watch_rank(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
     elif not plain or is_launcher():
         watch_launcher(folder)
-    elif claimed(folder, 0):  # one process without a rank: `python train.py`, or what accelerate makes of a single one
+    elif claimed(
+        folder, 0
+    ):  # one process without a rank: `python train.py`, or what accelerate makes of a single one
         watch_rank(folder, 0, 1)
 
 
@@ -208,7 +224,8 @@ def first() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
     try:
         begin()
-    except Exception as error:  # never stop the script: without a record a rank is known by its exit code and its log
+    except Exception as error:
+        # never stop the script: without a record a rank is known by its exit code and its log
         print(f"repro: no record of this process: {type(error).__name__}: {error}", file=sys.stderr)
     next_sitecustomize()
 

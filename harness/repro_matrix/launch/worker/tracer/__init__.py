@@ -1,4 +1,5 @@
-"""Record a training run from inside a rank: `trace-<rank>.jsonl`. The script stays as it is; its numbers, too.
+"""Record a training run from inside a rank: `trace-<rank>.jsonl`. The script stays as it is; its
+numbers, too.
 
 Standard library and torch; Python 3.9, torch 2.2 and later. Import after torch.
 """
@@ -23,12 +24,20 @@ def install(folder: str, rank: int, world: int) -> None:
 
 
 def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) -> None:
-    """Go on in the file of another side, at step 0: two models that are trained in one process. ``world``: how many
-    ranks train it, if not all."""
+    """Go on in the file of another side, at step 0: two models that are trained in one process.
+    ``world``: how many ranks train it, if not all."""
     close("side")
     path = os.path.join(place["folder"], f"trace-{place['rank']}{'.' if name else ''}{name}.jsonl")
-    start = {"version": 2, "rank": place["rank"], "world": world or place["world"], "noise": noise, "side": name}
-    hooks.tracer = Tracer(path, start, noise, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3)
+    start = {
+        "version": 2,
+        "rank": place["rank"],
+        "world": world or place["world"],
+        "noise": noise,
+        "side": name,
+    }
+    hooks.tracer = Tracer(
+        path, start, noise, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3
+    )
     hooks.install()
 
 

@@ -1,4 +1,5 @@
-"""The samples of a root call: found in its inputs, known by a checksum, so that ranks and micro-batches compare."""
+"""The samples of a root call: found in its inputs, known by a checksum, so that ranks and
+micro-batches compare."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[Tuple[st
 
 
 def floating(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that can be sketched, without scalars: those are losses, which belong to no sample."""
+    """Yield the tensors that can be sketched, without scalars: those are losses, which belong to no
+    sample."""
     for _, each in tensors(value):
         if each.is_floating_point() and each.dim() and each.device.type != "meta":
             yield each
@@ -38,20 +40,33 @@ def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
 
 @dataclasses.dataclass
 class Batch:
-    """The samples of one root call. length: elements of a sample that models may merge with the first dimension."""
+    """The samples of one root call. length: elements of a sample that models may merge with the
+    first dimension."""
 
     samples: List[int] = dataclasses.field(default_factory=list)
     labels: List[int] = dataclasses.field(default_factory=list)
     length: int = 0
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Dict[str, Any], maker: Callable[[torch.Tensor], Optional[Batch]]) -> Batch:
-        """Find the samples. They are known by input_ids where there are any, without what the mask hides. Features have
-        the samples of which a model made them: ``maker`` returns its batch."""
-        found = {name: each for name, each in [*tensors(args), *tensors(kwargs)] if each.device.type != "meta"}
+    def of(
+        args: Sequence[Any],
+        kwargs: Dict[str, Any],
+        maker: Callable[[torch.Tensor], Optional[Batch]],
+    ) -> Batch:
+        """Find the samples. They are known by input_ids where there are any, without what the mask
+        hides. Features have the samples of which a model made them: ``maker`` returns its batch."""
+        found = {
+            name: each
+            for name, each in [*tensors(args), *tensors(kwargs)]
+            if each.device.type != "meta"
+        }
         ids = pick(found, "input_ids", "decoder_input_ids")
         if ids is None:
-            data = {name: each for name, each in found.items() if not name.endswith(("mask", "position_ids"))} or found
+            data = {
+                name: each
+                for name, each in found.items()
+                if not name.endswith(("mask", "position_ids"))
+            } or found
             whole = [each for each in data.values() if not each.is_floating_point() and each.dim()]
             ids = next(iter([*whole, *(each for each in data.values() if each.dim() > 1)]), None)
         if ids is None or hasattr(ids, "placements"):
@@ -72,7 +87,8 @@ class Batch:
         return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
     def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
-        """Return a sketch per sample, or one for a tensor that is not split into samples, and the line's fields."""
+        """Return a sketch per sample, or one for a tensor that is not split into samples, and the
+        line's fields."""
         count, shape = len(self.samples), list(tensor.shape)
         part = located(tensor, sample=True)
         split = count and part.local.shape[:1] == (count,) and shape[0] == count
@@ -83,5 +99,10 @@ class Batch:
         else:
             part = located(tensor)
         local = part.local.reshape(count if split else 1, -1)
-        fields = {"b": count if split else 0, **part.fields(), "shape": shape, "dtype": dtype_name(tensor)}
+        fields = {
+            "b": count if split else 0,
+            **part.fields(),
+            "shape": shape,
+            "dtype": dtype_name(tensor),
+        }
         return sketch(local, part.start, part.index), fields

@@ -1,5 +1,6 @@
-"""What a rank's trace records, and when: one Tracer per file. hooks.py calls it from torch; layout.py knows the
-strategies. An error of its own ends the trace with a note; it never reaches the script."""
+"""What a rank's trace records, and when: one Tracer per file. hooks.py calls it from torch;
+layout.py knows the strategies. An error of its own ends the trace with a note; it never reaches the
+script."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from .ending import leave, source_files
 from .sketch import Noise, aside, crc
 from .writer import Writer
 
-QUIET_CALLS = 64  # root calls of a step without gradients that are recorded: generation makes thousands
+QUIET_CALLS = (
+    64  # root calls of a step without gradients that are recorded: generation makes thousands
+)
 
 
 def guarded(method: Callable) -> Callable:
@@ -38,8 +41,8 @@ def guarded(method: Callable) -> Callable:
 
 
 def key_of(tensor: torch.Tensor) -> Tuple[int, int]:
-    """Return what a tensor has in common with itself detached or reshaped. A key is not used again as long as there is
-    a StorageWeakRef."""
+    """Return what a tensor has in common with itself detached or reshaped. A key is not used again
+    as long as there is a StorageWeakRef."""
     return tensor.untyped_storage()._cdata, tensor.data_ptr()
 
 
@@ -55,14 +58,24 @@ def random_state() -> int:
 
 
 class Tracer:
-    def __init__(self, path: str, start: Dict[str, Any], noise: Optional[int], first: int, steps: int) -> None:
+    def __init__(
+        self, path: str, start: Dict[str, Any], noise: Optional[int], first: int, steps: int
+    ) -> None:
         self.writer = Writer(path)
         self.noise = None if noise is None else Noise(noise)
-        self.rank, self.world, self.first, self.stop = start["rank"], start["world"], first, first + steps
+        self.rank, self.world, self.first, self.stop = (
+            start["rank"],
+            start["world"],
+            first,
+            first + steps,
+        )
         self.step, self.micro, self.backward_micro, self.quiet_calls, self.root = 0, -1, -1, 0, 0
         self.open, self.recording, self.stepped = True, first == 0, False
         self.reduced = False  # the gradients of this step are recorded
-        self.zero, self.engine = False, None  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
+        self.zero, self.engine = (
+            False,
+            None,
+        )  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
         self.optimizers: Dict[int, int] = {}  # those with parameters that no model has -> number
         self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
         self.grad = True  # gradients were enabled in the last root call
@@ -73,11 +86,18 @@ class Tracer:
     def forget(self) -> None:
         """Forget the script's models and tensors."""
         self.roots: Dict[torch.nn.Module, int] = {}
-        self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}  # module -> number of its root, name
+        self.places: Dict[
+            torch.nn.Module, Tuple[int, str]
+        ] = {}  # module -> number of its root, name
         self.parameters: Dict[str, layout.Parameter] = {}
-        self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}  # module -> its attributes and their parameters
-        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}  # gradients of this backward
-        # Outputs of this step's root calls, and of the one before: a generator's serve its own optimizer's step, too.
+        self.owned: Dict[
+            torch.nn.Module, List[Tuple[str, str]]
+        ] = {}  # module -> its attributes and their parameters
+        self.local: Dict[
+            str, List[Tuple[torch.Tensor, Dict[str, Any]]]
+        ] = {}  # gradients of this backward
+        # Outputs of this step's root calls, and of the one before: a generator's serve its own
+        # optimizer's step, too.
         self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}
         self.earlier = self.made
         self.sources: Set[int] = set()  # roots that got samples which no model made
@@ -90,10 +110,21 @@ class Tracer:
         self.known: Dict[int, Tuple[Any, int]] = {}  # tensors that are recorded, in their version
 
     def add(
-        self, kind: str, values: Optional[torch.Tensor] = None, micro: Optional[int] = None, /, **fields: Any
+        self,
+        kind: str,
+        values: Optional[torch.Tensor] = None,
+        micro: Optional[int] = None,
+        /,
+        **fields: Any,
     ) -> None:
         if self.recording:
-            self.writer.add(kind, values, s=self.step, m=max(0, self.micro if micro is None else micro), **fields)
+            self.writer.add(
+                kind,
+                values,
+                s=self.step,
+                m=max(0, self.micro if micro is None else micro),
+                **fields,
+            )
 
     def note(self, text: str) -> None:
         self.writer.add("note", s=self.step, m=max(0, self.micro), text=text[:500])
@@ -103,7 +134,8 @@ class Tracer:
         self.close("error")
 
     def close(self, reason: str) -> None:
-        """End the trace and forget the script's tensors. A full disk, or a device that failed: the rest stays."""
+        """End the trace and forget the script's tensors. A full disk, or a device that failed: the
+        rest stays."""
         if not self.open:
             return
         self.open = False
@@ -111,7 +143,9 @@ class Tracer:
             if reason == "exit" and not self.stepped and not self.step and self.micro >= 0:
                 self.end_step()  # a script without an optimizer of torch is one step
             self.writer.add("files", files=source_files())
-            self.writer.add("end", steps=max(0, self.step - self.first + self.stepped), reason=reason)
+            self.writer.add(
+                "end", steps=max(0, self.step - self.first + self.stepped), reason=reason
+            )
             self.writer.close()
         except (OSError, RuntimeError, ValueError):
             pass
@@ -121,17 +155,28 @@ class Tracer:
     # A root call is the outermost call of a module with parameters: a micro-batch.
 
     @guarded
-    def begin_root(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool) -> bool:
-        """Begin a micro-batch, unless the module is a loss function: that has no parameters. grad: enabled here."""
+    def begin_root(
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool
+    ) -> bool:
+        """Begin a micro-batch, unless the module is a loss function: that has no parameters. grad:
+        enabled here."""
         if next(module.parameters(), None) is None:
             return False
         if self.stepped:
-            self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = self.step + 1, -1, 0, False, False
+            self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = (
+                self.step + 1,
+                -1,
+                0,
+                False,
+                False,
+            )
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
             return False
-        if self.step == self.first and self.micro < 0:  # the window begins: models are described in it
+        if (
+            self.step == self.first and self.micro < 0
+        ):  # the window begins: models are described in it
             self.forget()
         self.micro += 1
         self.quiet_calls += not grad
@@ -142,7 +187,10 @@ class Tracer:
         root = self._register(module)
         if not grad and self.quiet_calls > QUIET_CALLS:
             if self.quiet_calls == QUIET_CALLS + 1 and self.recording:
-                self.note(f"there are more calls of models without gradients in this step than {QUIET_CALLS}")
+                self.note(
+                    "there are more calls of models without gradients in this step than"
+                    f" {QUIET_CALLS}"
+                )
             self.recording = False
         batch = Batch.of(args, kwargs, functools.partial(self._maker, root))
         self.root, self.grad = root, grad
@@ -152,9 +200,10 @@ class Tracer:
         return True
 
     def _maker(self, root: int, features: torch.Tensor) -> Optional[Batch]:
-        """Return the batch of the call in which a model made the features that this root gets, if one did: they are its
-        output, or autograd knows that they were computed. Without gradients nothing says so: a model that is called
-        after such a call, and not with samples of its own before, is taken to get them."""
+        """Return the batch of the call in which a model made the features that this root gets, if
+        one did: they are its output, or autograd knows that they were computed. Without gradients
+        nothing says so: a model that is called after such a call, and not with samples of its own
+        before, is taken to get them."""
         if made := self.made.get(key_of(features)) or self.earlier.get(key_of(features)):
             return made[1]
         guessed = not self.grad and root not in self.sources
@@ -169,7 +218,8 @@ class Tracer:
             self.made[key_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), self.batch
 
     def _register(self, module: torch.nn.Module) -> int:
-        """Name the modules and parameters of a root at its first call, and again when it has got others."""
+        """Name the modules and parameters of a root at its first call, and again when it has got
+        others."""
         base = layout.unwrapped(module)
         if base in self.places and base not in self.roots:  # a part of a known model, called alone
             return self.places[base][0]
@@ -177,20 +227,34 @@ class Tracer:
         if base in self.roots and all(each in self.places for each in names):
             return self.roots[base]
         root = self.roots.setdefault(base, len(self.roots))
-        chain = [each for each in module.modules() if each is not base and layout.unwrapped(each) is base]
+        chain = [
+            each for each in module.modules() if each is not base and layout.unwrapped(each) is base
+        ]
         self.zero = self.zero or any("DeepSpeedEngine" in layout.type_names(each) for each in chain)
-        if any("OptimizedModule" in layout.type_names(each) or each._compiled_call_impl for each in [*chain, *names]):
-            self.note("torch.compile is switched off in a trace: an error of a compiler is not found")
+        if any(
+            "OptimizedModule" in layout.type_names(each) or each._compiled_call_impl
+            for each in [*chain, *names]
+        ):
+            self.note(
+                "torch.compile is switched off in a trace: an error of a compiler is not found"
+            )
         held = {id(each.held) for each in self.parameters.values() if not each.flat}
-        found = [each for each in layout.parameters(module, names, self.zero) if id(each.held) not in held]
+        found = [
+            each
+            for each in layout.parameters(module, names, self.zero)
+            if id(each.held) not in held
+        ]
         for each in found:
             each.name = prefixed(root, each.name)
         for each, name in names.items():
             self.places.setdefault(each, (root, name))
         self.add(
-            "model", root=root, names=[[name, type(each).__name__] for each, name in names.items()],
-            parameters=[each.line() for each in found], strategy=layout.strategy(module, found, chain),
-        )  # fmt: skip
+            "model",
+            root=root,
+            names=[[name, type(each).__name__] for each, name in names.items()],
+            parameters=[each.line() for each in found],
+            strategy=layout.strategy(module, found, chain),
+        )
         for each in found:
             self._add_parameter(each)
         self._add_values("before", [each.name for each in found], names)
@@ -208,10 +272,14 @@ class Tracer:
             self._watch(parameter.held, name)
 
     def _add_parts(
-        self, kind: str, part_of: Callable[[layout.Parameter], Optional[layout.Part]],
-        names: Optional[Iterable[str]] = None, micro: Optional[int] = None,
-    ) -> None:  # fmt: skip
-        """Record this rank's part of a tensor of each trained parameter. names: which, if not all."""
+        self,
+        kind: str,
+        part_of: Callable[[layout.Parameter], Optional[layout.Part]],
+        names: Optional[Iterable[str]] = None,
+        micro: Optional[int] = None,
+    ) -> None:
+        """Record this rank's part of a tensor of each trained parameter. names: which, if not
+        all."""
         for name in (self.parameters if names is None else names) if self.recording else ():
             parameter = self.parameters[name]
             part = part_of(parameter) if parameter.trained or kind == "state" else None
@@ -219,21 +287,34 @@ class Tracer:
                 self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape)
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
-        """See each gradient that arrives at a parameter, or at what stands for it in a forward (FSDP)."""
+        """See each gradient that arrives at a parameter, or at what stands for it in a forward
+        (FSDP)."""
         known = self.hooked.get(id(tensor))
         if tensor.requires_grad and (known is None or known() is not tensor):
             self.hooked[id(tensor)] = weakref.ref(tensor)
             tensor.register_hook(functools.partial(self.on_parameter_gradient, name))
 
-    def _add_values(self, when: str, names: Iterable[str], modules: Iterable[torch.nn.Module]) -> None:
+    def _add_values(
+        self, when: str, names: Iterable[str], modules: Iterable[torch.nn.Module]
+    ) -> None:
         """Record parameters and buffers before a step, or after it."""
         self._add_parts("state" if when == "before" else "param", methodcaller("value"), names)
         for module in modules:
             root, name = self.places[module]
             for attribute, tensor in module._buffers.items():
                 if tensor is not None and tensor.device.type != "meta":
-                    full, part = prefixed(root, layout.joined(name, attribute)), layout.located(tensor)
-                    self.add("buffer", part.sketch(), w=when, n=full, **part.fields(), shape=list(tensor.shape))
+                    full, part = (
+                        prefixed(root, layout.joined(name, attribute)),
+                        layout.located(tensor),
+                    )
+                    self.add(
+                        "buffer",
+                        part.sketch(),
+                        w=when,
+                        n=full,
+                        **part.fields(),
+                        shape=list(tensor.shape),
+                    )
 
     # Forward and backward of modules.
 
@@ -241,7 +322,9 @@ class Tracer:
         return self.places.get(module, (0, None))[1]
 
     @guarded
-    def on_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> None:
+    def on_inputs(
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]
+    ) -> None:
         """Record inputs that are no recorded output: functional code made them."""
         name = self.name_of(module)
         if name is None or not self.recording or recomputing():
@@ -273,13 +356,17 @@ class Tracer:
             self.calls[name] = call + 1
         for number, tensor in enumerate(floating(output)):
             if self.noise:
-                self.noise.add(layout.located(tensor).local, f"{name}/{self.rank}/{self.step}/{micro}/{call}/{number}")
+                self.noise.add(
+                    layout.located(tensor).local,
+                    f"{name}/{self.rank}/{self.step}/{micro}/{call}/{number}",
+                )
             if not self.recording:
                 continue
             if not again:
                 values, fields = self.batch.rows(tensor)
                 self.add("fwd", values, n=name, i=call, t=number, **fields)
-            # A leaf that returns its input has no gradient of its own; hooks of ZeRO make another tensor of it.
+            # A leaf that returns its input has no gradient of its own; hooks of ZeRO make another
+            # tensor of it.
             returned = self._is_known(tensor) and not module._modules
             if tensor.requires_grad and not returned:
                 hook = functools.partial(self.on_gradient, name, call, number, micro, self.batch)
@@ -290,7 +377,9 @@ class Tracer:
                 self._watch(tensor, parameter)
 
     @guarded
-    def on_gradient(self, name: str, call: int, number: int, micro: int, batch: Batch, gradient: torch.Tensor) -> None:
+    def on_gradient(
+        self, name: str, call: int, number: int, micro: int, batch: Batch, gradient: torch.Tensor
+    ) -> None:
         self.backward_micro = max(self.backward_micro, micro)
         if self.recording:
             values, fields = batch.rows(gradient)
@@ -300,15 +389,22 @@ class Tracer:
     def on_parameter_gradient(self, name: str, gradient: torch.Tensor) -> Optional[torch.Tensor]:
         if self.recording:
             part = layout.located(gradient)
-            fields = {**part.fields(), "shape": list(gradient.shape), "dtype": layout.dtype_name(gradient)}
+            fields = {
+                **part.fields(),
+                "shape": list(gradient.shape),
+                "dtype": layout.dtype_name(gradient),
+            }
             self.local.setdefault(name, []).append((part.sketch(), fields))
         if not self.noise or layout.is_dtensor(gradient):
             return None
-        return gradient + self.noise.delta(gradient, f"{name}/{self.rank}/{self.step}/{self.micro}/gradient")
+        return gradient + self.noise.delta(
+            gradient, f"{name}/{self.rank}/{self.step}/{self.micro}/gradient"
+        )
 
     @guarded
     def after_backward(self) -> None:
-        """Record what a backward left: local gradients, then the reduced ones. ZeRO's are recorded at its step."""
+        """Record what a backward left: local gradients, then the reduced ones. ZeRO's are recorded
+        at its step."""
         micro = self.backward_micro if self.backward_micro >= 0 else self.micro
         self._add_local_gradients(micro)
         self.reduced = True
@@ -343,7 +439,8 @@ class Tracer:
         return [name for name, each in self.parameters.items() if id(each.held) in held]
 
     def _register_rest(self, optimizer: Any) -> None:
-        """Trace the parameters that no called module has: those of functional code, and an optimizer's own copies."""
+        """Trace the parameters that no called module has: those of functional code, and an
+        optimizer's own copies."""
         held = {id(each.held) for each in self.parameters.values()}
         every = [each for group in optimizer.param_groups for each in group["params"]]
         found = []
@@ -353,15 +450,20 @@ class Tracer:
                 plain = list(tensor.shape), layout.dtype_name(tensor), tensor.requires_grad, tensor
                 found.append(layout.Parameter(f"optimizer{number or ''}.{place}", *plain, []))
         if found:
-            self.add("model", root=0, names=[], parameters=[each.line() for each in found], strategy={})
+            self.add(
+                "model", root=0, names=[], parameters=[each.line() for each in found], strategy={}
+            )
             for each in found:
                 self._add_parameter(each)
             self._add_values("before", [each.name for each in found], ())
 
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
-        """first: the first parameter of each group, which tells the groups of several optimizers apart."""
+        """first: the first parameter of each group, which tells the groups of several optimizers
+        apart."""
         names = {id(each.held): name for name, each in self.parameters.items()}
-        first = [next((names[id(p)] for p in each["params"] if id(p) in names), "") for each in groups]
+        first = [
+            next((names[id(p)] for p in each["params"] if id(p) in names), "") for each in groups
+        ]
         plain = [settings(each) for each in groups]
         self.add("opt", **{"class": type(optimizer).__name__}, groups=plain, first=first)
 
@@ -386,7 +488,9 @@ class Tracer:
     def before_engine_step(self, engine: Any) -> None:
         self.engine = engine
         self._add_parts("rgrad", methodcaller("gradient"))
-        self._add_settings(engine.basic_optimizer or engine.optimizer, engine.optimizer.param_groups)
+        self._add_settings(
+            engine.basic_optimizer or engine.optimizer, engine.optimizer.param_groups
+        )
 
     @guarded
     def after_engine_step(self, engine: Any) -> None:
@@ -397,8 +501,13 @@ class Tracer:
         self.end_step()
 
     def end_step(self, names: Optional[Sequence[str]] = None) -> None:
-        """Record the parameters after the step, and that it is complete. A second optimizer's step is part of it."""
-        self._add_values("after", self.parameters if names is None else names, () if self.stepped else self.places)
+        """Record the parameters after the step, and that it is complete. A second optimizer's step
+        is part of it."""
+        self._add_values(
+            "after",
+            self.parameters if names is None else names,
+            () if self.stepped else self.places,
+        )
         if not self.stepped:
             self.add("step")
             self.stepped = True
@@ -410,12 +519,20 @@ def prefixed(root: int, name: str) -> str:
 
 
 def recomputing() -> bool:
-    """Return whether a backward runs: a forward in it computes activations again (checkpointing)."""
+    """Return whether a backward runs: a forward in it computes activations again
+    (checkpointing)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def settings(group: Dict[str, Any]) -> Dict[str, Any]:
     """Return the plain settings of a group of an optimizer's parameters."""
-    plain = {name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
-             for name, each in group.items() if name != "params"}  # fmt: skip
-    return {name: each for name, each in plain.items() if isinstance(each, (int, float, str, tuple, list, type(None)))}
+    plain = {
+        name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
+        for name, each in group.items()
+        if name != "params"
+    }
+    return {
+        name: each
+        for name, each in plain.items()
+        if isinstance(each, (int, float, str, tuple, list, type(None)))
+    }

@@ -1,4 +1,5 @@
-"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer; without one they do nothing."""
+"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer; without one they do
+nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import sys
 from typing import Any, Callable, Optional, Set, Tuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .events import Tracer, recomputing
 

@@ -1,5 +1,5 @@
-"""Where a rank's part of each parameter lies in the whole: plain and DDP, DTensor (FSDP2, tensor parallelism), FSDP,
-ZeRO. No collective is called but by reduced_gradient() for DeepSpeed."""
+"""Where a rank's part of each parameter lies in the whole: plain and DDP, DTensor (FSDP2, tensor
+parallelism), FSDP, ZeRO. No collective is called but by reduced_gradient() for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ import torch
 
 from .sketch import counting, sketch
 
-WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # their only child is `module`
-LABELS = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP",
-          "FSDPModule": "FSDP2", "FSDP": "FSDP2"}  # fmt: skip
+WRAPPERS = {
+    "DistributedDataParallel",
+    "DataParallel",
+    "DeepSpeedEngine",
+}  # their only child is `module`
+LABELS = {
+    "DistributedDataParallel": "DDP",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2",
+    "FSDP": "FSDP2",
+}
 INNER = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-Owner = Tuple[torch.nn.Module, str]  # a module, and the attribute that is the parameter during its forward
+Owner = Tuple[
+    torch.nn.Module, str
+]  # a module, and the attribute that is the parameter during its forward
 
 
 def type_names(value: Any) -> List[str]:
@@ -27,8 +38,16 @@ def is_inner(owner: torch.nn.Module, name: str) -> bool:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the script's own module: without DDP, FSDP, the engine, compile and checkpoint wrappers around it."""
-    inner = next((each for name, each in module._modules.items() if each is not None and is_inner(module, name)), None)
+    """Return the script's own module: without DDP, FSDP, the engine, compile and checkpoint
+    wrappers around it."""
+    inner = next(
+        (
+            each
+            for name, each in module._modules.items()
+            if each is not None and is_inner(module, name)
+        ),
+        None,
+    )
     return module if inner is None else unwrapped(inner)
 
 
@@ -37,7 +56,8 @@ def joined(name: str, last: str) -> str:
 
 
 def named_modules(root: torch.nn.Module) -> Dict[torch.nn.Module, str]:
-    """Return the name of each module as the script gave it. A module with two names has the first."""
+    """Return the name of each module as the script gave it. A module with two names has the
+    first."""
     names: Dict[torch.nn.Module, str] = {}
 
     def walk(module: torch.nn.Module, name: str) -> None:
@@ -75,17 +95,27 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def located(tensor: torch.Tensor, sample: bool = False) -> Part:
-    """Return this rank's part of a plain tensor or a DTensor; sample: the indices are those inside a sample, which is
-    what the first dimension counts."""
+    """Return this rank's part of a plain tensor or a DTensor; sample: the indices are those inside
+    a sample, which is what the first dimension counts."""
     if not is_dtensor(tensor):
         return Part(tensor.detach())
     local = tensor.detach().to_local()
-    for each in tensor.placements:  # an embedding whose rows are split: what is not in this rank's rows counts as zero
+    for each in (
+        tensor.placements
+    ):  # an embedding whose rows are split: what is not in this rank's rows counts as zero
         mask = getattr(getattr(each, "mask_buffer", None), "data", None)
         if mask is not None:
             local = local.masked_fill(mask.unsqueeze(-1), 0)
-    kinds = ["shard" if hasattr(each, "dim") and each.is_shard() else "full" if each.is_replicate() else "partial"
-             for each in tensor.placements]  # fmt: skip
+    kinds = [
+        (
+            "shard"
+            if hasattr(each, "dim") and each.is_shard()
+            else "full"
+            if each.is_replicate()
+            else "partial"
+        )
+        for each in tensor.placements
+    ]
     kind = "partial" if "partial" in kinds else "shard" if "shard" in kinds else "full"
     copies = 1
     for each, size in zip(kinds, tensor.device_mesh.shape):
@@ -97,15 +127,23 @@ def located(tensor: torch.Tensor, sample: bool = False) -> Part:
 
 
 def _indices(tensor: Any, local: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the index of each local element of a DTensor in the whole; first: dimensions before it do not count."""
+    """Return the index of each local element of a DTensor in the whole; first: dimensions before it
+    do not count."""
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as compute
     except ImportError:  # torch < 2.5
-        from torch.distributed._tensor._utils import compute_local_shape_and_global_offset as compute
+        from torch.distributed._tensor._utils import (
+            compute_local_shape_and_global_offset as compute,
+        )
     _, offsets = compute(tensor.shape, tensor.device_mesh, tensor.placements)
     index, stride = counting(0, 1, local.device), 1
     for dimension in reversed(range(first, tensor.dim())):
-        along = counting(offsets[dimension] if local.numel() else 0, local.shape[dimension], local.device) * stride
+        along = (
+            counting(
+                offsets[dimension] if local.numel() else 0, local.shape[dimension], local.device
+            )
+            * stride
+        )
         index = (along.unsqueeze(1) + index.unsqueeze(0)).reshape(-1)
         stride *= tensor.shape[dimension]
     return index
@@ -139,9 +177,12 @@ class Parameter:
 
 @dataclasses.dataclass
 class FlatParameter(Parameter):
-    """A slice of a flat parameter of FSDP; without use_orig_params the optimizer holds the flat parameter."""
+    """A slice of a flat parameter of FSDP; without use_orig_params the optimizer holds the flat
+    parameter."""
 
-    begin: Optional[int] = None  # in the flat parameter that is held; None: the parameter itself is held
+    begin: Optional[int] = (
+        None  # in the flat parameter that is held; None: the parameter itself is held
+    )
     count: int = 0
     start: int = 0
     kind: str = "shard"
@@ -149,16 +190,23 @@ class FlatParameter(Parameter):
     flat = True
 
     def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
-        if tensor is None or tensor.shape != self.held.shape:  # a gradient that is not reduced yet (no_sync) is whole
+        if (
+            tensor is None or tensor.shape != self.held.shape
+        ):  # a gradient that is not reduced yet (no_sync) is whole
             return None
         flat = tensor.detach().reshape(-1)
         if self.begin is not None:
             flat = flat[self.begin : self.begin + self.count]
-        return Part(flat, self.kind, self.start, copies=self.copies) if flat.numel() == self.count else None
+        return (
+            Part(flat, self.kind, self.start, copies=self.copies)
+            if flat.numel() == self.count
+            else None
+        )
 
 
 class ZeroParameter(Parameter):
-    """A parameter of DeepSpeed: ZeRO-3 keeps a flat part of it per rank; the gradients are the engine's."""
+    """A parameter of DeepSpeed: ZeRO-3 keeps a flat part of it per rank; the gradients are the
+    engine's."""
 
     def value(self) -> Optional[Part]:
         span = self.span()
@@ -172,14 +220,18 @@ class ZeroParameter(Parameter):
 
     def span(self) -> Optional[Tuple[int, int]]:
         """Return where the slice begins that this rank's optimizer steps on, and its size."""
-        own, mapping = getattr(self.held, "ds_tensor", None), getattr(self.held, "_hp_mapping", None)
+        own, mapping = (
+            getattr(self.held, "ds_tensor", None),
+            getattr(self.held, "_hp_mapping", None),
+        )
         if own is not None:
             start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
             return start, max(0, min(own.numel(), self.held.ds_numel - start))
         return mapping and (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
 
     def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
-        """Return this rank's slice of the gradient in the flat tensors that the inner optimizer steps on."""
+        """Return this rank's slice of the gradient in the flat tensors that the inner optimizer
+        steps on."""
         span, mapping, group, first = self.span(), getattr(self.held, "_hp_mapping", None), None, 0
         if mapping is not None:
             flats = getattr(zero, "single_partition_of_fp32_groups", None)
@@ -194,22 +246,36 @@ class ZeroParameter(Parameter):
         return Part(flat.grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
 
 
-def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool) -> List[Parameter]:
-    """Return the parameters of a model in order of registration; tied ones under their first name."""
+def parameters(
+    root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool
+) -> List[Parameter]:
+    """Return the parameters of a model in order of registration; tied ones under their first
+    name."""
     found: Dict[Any, Parameter] = {}
     for module in root.modules():
-        handle = getattr(module, "_handle", None) if "FullyShardedDataParallel" in type_names(module) else None
+        handle = (
+            getattr(module, "_handle", None)
+            if "FullyShardedDataParallel" in type_names(module)
+            else None
+        )
         if handle is not None:
             _add_flat(handle, names, found)
     flat = set(found)
     for module, name in names.items():
         for attribute, tensor in module._parameters.items():
-            if tensor is None or (id(module), attribute) in flat or getattr(tensor, "_is_flat_param", False):
+            if (
+                tensor is None
+                or (id(module), attribute) in flat
+                or getattr(tensor, "_is_flat_param", False)
+            ):
                 continue
             if id(tensor) in found:
                 found[id(tensor)].owners.append((module, attribute))
                 continue
-            shape, kind = list(getattr(tensor, "ds_shape", tensor.shape)), ZeroParameter if zero else Parameter
+            shape, kind = (
+                list(getattr(tensor, "ds_shape", tensor.shape)),
+                ZeroParameter if zero else Parameter,
+            )
             plain = joined(name, attribute), shape, dtype_name(tensor), tensor.requires_grad, tensor
             found[id(tensor)] = kind(*plain, [(module, attribute)])
     unique = {id(each): each for each in found.values()}
@@ -219,8 +285,14 @@ def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: b
 
 def _add_flat(handle: Any, names: Dict[torch.nn.Module, str], found: Dict[Any, Parameter]) -> None:
     flat, state = handle.flat_param, str(handle._sharding_strategy)
-    copies = torch.distributed.get_world_size() // handle.process_group.size() if "HYBRID" in state else 1
-    for number, (info, shape, where) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos)):
+    copies = (
+        torch.distributed.get_world_size() // handle.process_group.size()
+        if "HYBRID" in state
+        else 1
+    )
+    for number, (info, shape, where) in enumerate(
+        zip(flat._param_infos, flat._shapes, flat._shard_param_infos)
+    ):
         name = names.get(info.module, info.module_name)
         original = flat._params[number] if handle._use_orig_params else flat
         found[(id(info.module), info.param_name)] = FlatParameter(
@@ -246,16 +318,25 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).replace("torch.", "")
 
 
-def strategy(root: torch.nn.Module, found: List[Parameter], chain: List[torch.nn.Module]) -> Dict[str, Any]:
-    """Return what really splits the model: the wrappers that are there, and how many parameters are split."""
+def strategy(
+    root: torch.nn.Module, found: List[Parameter], chain: List[torch.nn.Module]
+) -> Dict[str, Any]:
+    """Return what really splits the model: the wrappers that are there, and how many parameters are
+    split."""
     kinds = {name for each in [*chain, *root.modules()] for name in type_names(each)}
     wrappers = list(dict.fromkeys(label for name, label in LABELS.items() if name in kinds))
     for module in chain:
         if "DeepSpeedEngine" in type_names(module):
             wrappers.append(f"ZeRO-{module.zero_optimization_stage()}")
     parts = [each.value() for each in found]
-    splits = [sum(p.is_shard() for p in each.held.placements) for each in found if is_dtensor(each.held)]
+    splits = [
+        sum(p.is_shard() for p in each.held.placements) for each in found if is_dtensor(each.held)
+    ]
     if splits and ("FSDP2" not in wrappers or max(splits) > 1):
         wrappers.append("TP")
     sharded = sum(part is not None and part.kind != "full" for part in parts)
-    return {"wrapper": "+".join(wrappers) or "none", "sharded": sharded, "whole": len(parts) - sharded}
+    return {
+        "wrapper": "+".join(wrappers) or "none",
+        "sharded": sharded,
+        "whole": len(parts) - sharded,
+    }

@@ -1,7 +1,9 @@
-"""Linear sketches: a tensor becomes its inner products with 8 vectors of signs, and its sum of squares, in float64.
+"""Linear sketches: a tensor becomes its inner products with 8 vectors of signs, and its sum of
+squares, in float64.
 
-The signs depend on an element's index in the whole tensor only, so the sketches of disjoint slices add up to the sketch
-of the whole, and the sketch of a sum is the sum of the sketches. The same on every device and release of torch.
+The signs depend on an element's index in the whole tensor only, so the sketches of disjoint slices
+add up to the sketch of the whole, and the sketch of a sum is the sum of the sketches. The same on
+every device and release of torch.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def block_signs(blocks: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Compute beside the script: no gradient is recorded, and no mode (selective checkpointing) sees it."""
+    """Compute beside the script: no gradient is recorded, and no mode (selective checkpointing)
+    sees it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch._C._len_torch_dispatch_stack():
@@ -56,9 +59,11 @@ def aside() -> Iterator[None]:
         yield
 
 
-def sketch(rows: torch.Tensor, start: int = 0, index: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """Return a (rows, 9) tensor for a (rows, elements) one whose rows begin at index start of the whole tensor, or
-    whose elements have these indices."""
+def sketch(
+    rows: torch.Tensor, start: int = 0, index: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """Return a (rows, 9) tensor for a (rows, elements) one whose rows begin at index start of the
+    whole tensor, or whose elements have these indices."""
     total = torch.zeros(rows.shape[0], PRODUCTS + 1, dtype=torch.float64, device=rows.device)
     step = max(1, CHUNK // max(1, rows.shape[1]))
     for row in range(0, rows.shape[0], step):
@@ -68,7 +73,9 @@ def sketch(rows: torch.Tensor, start: int = 0, index: Optional[torch.Tensor] = N
                 products = _contiguous(part, start + first)
             else:
                 places = index[first : first + CHUNK]
-                products = part @ (place_signs(part.device)[places % BLOCK] * block_signs(places // BLOCK))
+                products = part @ (
+                    place_signs(part.device)[places % BLOCK] * block_signs(places // BLOCK)
+                )
             total[row : row + step, :PRODUCTS] += products
             total[row : row + step, PRODUCTS] += (part * part).sum(1)
     return total
@@ -96,7 +103,8 @@ def crc(tensor: torch.Tensor) -> int:
 
 
 class Noise:
-    """Change values by one unit in the last place, up, down or not at all. Draws no random number of the script's."""
+    """Change values by one unit in the last place, up, down or not at all. Draws no random number
+    of the script's."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -109,6 +117,8 @@ class Noise:
     def delta(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
         generator = torch.Generator(tensor.device)
         generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
-        draws = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
+        draws = torch.randint(
+            -1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8
+        )
         # 0.75: for a mantissa in [1, 2) the change is 0.75 to 1.5 units, which rounds to one.
         return tensor.detach() * (draws * (0.75 * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
