@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
-from repro_matrix.analysis.agreement import Agreement, measure_agreement
-from repro_matrix.analysis.diff import describe_row
-from repro_matrix.analysis.inputs import VariantResult, load_folder
+from repro_matrix.changes.agreement import Agreement, measure_agreement
+from repro_matrix.changes.diff import describe_row
+from repro_matrix.changes.sides import VariantResult, load_folder
 from repro_matrix.grading.verdict import wilson
 from repro_matrix.paths import RESULTS, ROOT
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.config import catalog
-from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import scan
-from repro_matrix.external.log_words import Catalogue
+from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.known_failures import recognize
+from repro_matrix.match.scan import scan
 
 from bench.machine import HERE, write
 

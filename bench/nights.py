@@ -20,10 +20,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.analysis.history import make_run
-from repro_matrix.analysis.inputs import Side, from_row
-from repro_matrix.analysis.nightly import finish
-from repro_matrix.analysis.regressions import compare_to_last_passing
+from repro_matrix.changes.history import make_run
+from repro_matrix.changes.nightly import finish
+from repro_matrix.changes.regressions import compare_to_last_passing
+from repro_matrix.changes.sides import Side, from_row
 from repro_matrix.config import catalog
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.records.document import Document

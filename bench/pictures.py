@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from repro_matrix.paths import BASELINE, ROOT
-from repro_matrix.report import load
+from repro_matrix.report import render as load
 from repro_matrix.report.result_lines import result_lines
 
 from bench.chromium import Chromium

@@ -106,7 +106,7 @@ def runs_are_warm(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> 
         )  # a server is of one run
 
     launcher = SimpleNamespace(name=warm.name, launch=launch, close=lambda: None)
-    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: launcher)
+    monkeypatch.setattr("repro_matrix.runner.run.open_launcher", lambda name: launcher)
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,9 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ReproError
-from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import scan
-from repro_matrix.external.log_words import Catalogue
+from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.known_failures import recognize
+from repro_matrix.match.scan import scan
 
 CATALOGUE = catalogue.load()
 LIMIT_S, LOOK_S = 900.0, 10.0  # for a whole script; between two looks at one that is to hang

@@ -20,7 +20,7 @@ from repro_matrix.environment.stacks.spec import canonical, parse, short_hash
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import runs
 from repro_matrix.runner import prerequisites as wanted
-from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner import run as workplace
 from script_observations import of_attempt
 from test_engine import REPRODUCED, observation
 
@@ -230,7 +230,7 @@ def lab(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> ScriptLab:
     made: ScriptLab = request.module.Lab(world, tmp_path)
-    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: made)
+    monkeypatch.setattr("repro_matrix.runner.run.open_launcher", lambda name: made)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
     return made

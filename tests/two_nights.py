@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from repro_matrix.analysis.history import load_history
+from repro_matrix.changes.history import load_history
 from repro_matrix.paths import ROOT, cache_dir
 
 CASE, MODEL, VARIANT, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"

@@ -65,7 +65,7 @@ def judged(
 ) -> tuple[Any, list[Any], list[bool]]:
     """Return the answer, the parameters' sums of each run, and whether each ran. ``turn``: which
     comes first."""
-    from repro_matrix.external.consistency import group
+    from repro_matrix.compare.consistency import group
     from repro_matrix.traces.comparison import locate
     from repro_matrix.traces.invariance import by_design
 

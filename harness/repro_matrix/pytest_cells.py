@@ -25,16 +25,16 @@ from typing import Any
 
 import pytest
 
+from repro_matrix.baseline import quarantine
+from repro_matrix.baseline.quarantine import Quarantine
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import CONFIRMED, FAILING, NOT_GREEN
-from repro_matrix.results import quarantine
-from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session as sessions
-from repro_matrix.runner import workspace
 from repro_matrix.runner.engine import Event
 from repro_matrix.runner.session import Session
 from repro_matrix.text import counted

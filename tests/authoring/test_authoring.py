@@ -21,7 +21,7 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.errors import MeasureError
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
-from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner import run as workplace
 
 LOG = """\
 [rank1]: Traceback (most recent call last):

@@ -17,8 +17,8 @@ from fake_stack import DONE, devices_of, lines, python_that_says
 from repro_matrix.cli import main as cli
 from repro_matrix.environment import probe as probe_module
 from repro_matrix.results.store import Store
+from repro_matrix.runner import run as workplace
 from repro_matrix.runner import session
-from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import Fake, observation
 

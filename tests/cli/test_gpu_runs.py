@@ -14,7 +14,7 @@ from fake_nvml import FakeGpu, FakeNvml, Process, uuid_of
 from fake_stack import lines, python_that_says
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results.store import Store
-from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner import run as workplace
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import Fake, observation
 from test_engine_gpus import hang, when_idle

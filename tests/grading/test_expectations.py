@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, observation, ok
 from pydantic import ValidationError
+from repro_matrix.baseline.derivation import expectations, measured
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
-from repro_matrix.grading import expectations as grading
-from repro_matrix.grading.expectations import compare, expected, failure_note, settings_difference
+from repro_matrix.grading import expected as grading
+from repro_matrix.grading.expected import compare, expected, failure_note, settings_difference
 from repro_matrix.grading.nearest import Basis
 from repro_matrix.paths import REPROS
 from repro_matrix.records.outcome import FailureId, Verdict
-from repro_matrix.results.expectations import expectations, measured
 
 NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 TORCH_213 = {"torch": ">=2.13,<2.14"}

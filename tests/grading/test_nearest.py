@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from observations import case, control
 from repro_matrix.config.expectations import Expectation
-from repro_matrix.grading.expectations import comparison, expected
+from repro_matrix.grading.expected import comparison, expected
 from repro_matrix.records.outcome import FailureId, Verdict
 
 STACK = ("torch", "transformers", "peft")

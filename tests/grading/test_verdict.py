@@ -20,10 +20,10 @@ from observations import (
     record,
     summary_rows,
 )
+from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.grading.regrade import outcomes_of, regrade
 from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, wilson
 from repro_matrix.records.outcome import Outcome, Recognized, Verdict
-from repro_matrix.results.expectations import exit_code
 
 CASE = case()
 NAMES = ["reproduced", "passed", "other_failure", "hang", "infra_error", "skipped"]

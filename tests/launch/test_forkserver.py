@@ -24,11 +24,11 @@ from launching import (
     stuck,
     wait_for,
 )
-from repro_matrix.external.adhoc_case import Script, command_of_script
-from repro_matrix.external.script_failure import Failure
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of
 from repro_matrix.paths import ROOT
+from repro_matrix.runner.adhoc_case import Script, command_of_script
+from repro_matrix.runner.script_failure import Failure
 
 ranks = pytest.mark.ranks
 

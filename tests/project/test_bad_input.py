@@ -18,7 +18,7 @@ from repro_matrix.errors import ResultsError
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import jsonschema
 import pytest
+from repro_matrix.baseline.accept import ATTEMPTS, place, publication
+from repro_matrix.baseline.derivation import unsupported
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.selection import parse
-from repro_matrix.grading import expectations as expect
+from repro_matrix.grading import expected as expect
 from repro_matrix.grading import root_cause, verdict
-from repro_matrix.grading.expectations import as_expected
+from repro_matrix.grading.expected import as_expected
 from repro_matrix.grading.nearest import Basis
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.document import validate_cell
-from repro_matrix.results.accept import ATTEMPTS, place, publication
-from repro_matrix.results.expectations import unsupported
 from repro_matrix.results.store import Store
 from repro_matrix.results.summary import load_rows
 

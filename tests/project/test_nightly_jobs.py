@@ -19,7 +19,7 @@ import pytest
 import yaml
 from fake_nvml import H200, FakeGpu, FakeNvml
 from junitparser import JUnitXml
-from repro_matrix.analysis.history import load_history
+from repro_matrix.changes.history import load_history
 from repro_matrix.config import catalog
 from repro_matrix.paths import ROOT
 from repro_matrix.runner import session

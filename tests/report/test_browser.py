@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 import pytest
 from report_cells import HOSTILE, cell, head, skipped_cell
-from repro_matrix.analysis.claims import ClaimRow
-from repro_matrix.analysis.history import make_run
-from repro_matrix.analysis.inputs import from_row
+from repro_matrix.baseline.claims import ClaimRow
+from repro_matrix.changes.history import make_run
+from repro_matrix.changes.sides import from_row
 from repro_matrix.paths import ROOT
-from repro_matrix.report.load import render_file, render_site
 from repro_matrix.report.page_model import Cell, build_page
+from repro_matrix.report.render import render_file, render_site
 
 from bench import chromium
 from bench.chromium import Chromium

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
 from report_cells import HOSTILE, cell, head, skipped_cell
-from repro_matrix.analysis.claims import ClaimRow
+from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.paths import RESULTS
 from repro_matrix.report.formats import MOST, Remarks, to_json, to_junit, to_markdown
 from repro_matrix.report.page_model import Cell

@@ -12,15 +12,16 @@ from junitparser import Error, JUnitXml
 from observations import document, observation, ok
 from packaging.version import Version
 from report_cells import rows
-from repro_matrix.analysis.history import make_run
-from repro_matrix.analysis.inputs import from_row
-from repro_matrix.analysis.regressions import (
+from repro_matrix.baseline.derivation import exit_code
+from repro_matrix.changes.history import make_run
+from repro_matrix.changes.regressions import (
     UNKNOWN_FILES,
     ChangedCase,
     Regressions,
     against_history,
     compare_to_last_passing,
 )
+from repro_matrix.changes.sides import from_row
 from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
@@ -28,12 +29,11 @@ from repro_matrix.planning.plan import newer_release
 from repro_matrix.report.attention import ATTENTION, NOTHING, attention, kind_of
 from repro_matrix.report.formats import Remarks, to_junit
 from repro_matrix.report.headline import Headline, headline
-from repro_matrix.report.load import load_results
 from repro_matrix.report.page_model import cells_of
+from repro_matrix.report.render import load_results
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.report.terminal import label
-from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.rows import Row, compared
 from repro_matrix.runner.engine import Summary
 

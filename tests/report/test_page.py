@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok
 from report_cells import HOSTILE, cell, head, rows, skipped_cell, stored_cell
-from repro_matrix.analysis.claims import ClaimRow
-from repro_matrix.analysis.history import make_run
-from repro_matrix.analysis.inputs import from_row
+from repro_matrix.baseline.claims import ClaimRow
+from repro_matrix.changes.history import make_run
+from repro_matrix.changes.sides import from_row
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
-from repro_matrix.report.load import render_file, render_site
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
+from repro_matrix.report.render import render_file, render_site
 from repro_matrix.report.terminal import LABELS
 from repro_matrix.text import block, line
 

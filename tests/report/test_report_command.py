@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from junitparser import JUnitXml
 from report_cells import rows, stored_cell
-from repro_matrix.analysis import history
-from repro_matrix.analysis.inputs import from_row
+from repro_matrix.changes import history
+from repro_matrix.changes.sides import from_row
 from repro_matrix.cli.main import main
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
-from repro_matrix.report.load import write_site
 from repro_matrix.report.page_model import cells_of
+from repro_matrix.report.render import write_site
 from repro_matrix.results import runs
 from repro_matrix.results.store import write_json
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
+from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.report.headline import headline
 from repro_matrix.report.result_lines import MOST_CASES, result_lines
 from repro_matrix.report.run_summary import describe_exit
-from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.rows import Row
 from repro_matrix.runner.engine import Summary
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from observations import document, observation, ok, summary_rows
-from repro_matrix.results.expectations import exit_code
+from repro_matrix.baseline.derivation import exit_code
 
 
 def cell(states: list[str], accelerator: str) -> dict[str, Any]:

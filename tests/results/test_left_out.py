@@ -12,12 +12,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from repro_matrix.baseline.accept import place
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation, text
 from repro_matrix.errors import ConfigError
 from repro_matrix.paths import BASELINE, CONF, EXPECTED
-from repro_matrix.results.accept import place
 from repro_matrix.results.store import Store, write_json
 
 WRONG = {

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repro_matrix.analysis.regressions import since_last_passing
+from repro_matrix.baseline.accept import regrade
+from repro_matrix.baseline.derivation import lacking
+from repro_matrix.changes.regressions import since_last_passing
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.records.document import Document
 from repro_matrix.results import runs, summary
-from repro_matrix.results.accept import regrade
-from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, adapter, compared
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, load_rows, write_rows

@@ -13,7 +13,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
 from repro_matrix.runner.engine import Summary
 
 

@@ -17,10 +17,11 @@ from repro_matrix.errors import MeasureError
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.runner import session, workspace
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner import session
 from repro_matrix.runner.engine import Summary
+from repro_matrix.runner.run import PLANTED, canary_catalogue, canary_problem, wrong_canaries
 from repro_matrix.runner.session import Session
-from repro_matrix.runner.workspace import PLANTED, canary_catalogue, canary_problem, wrong_canaries
 from test_engine import CATALOGUE, STACK
 
 LIES = [{"check": "sum"}]

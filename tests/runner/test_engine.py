@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 from observations import as_promised, summary_rows
+from repro_matrix.baseline.derivation import bisect_exit, exit_code
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings
@@ -27,7 +28,6 @@ from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.results.expectations import bisect_exit, exit_code
 from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.store import Store, code_hashes
 from repro_matrix.runner.attempts import Workplace

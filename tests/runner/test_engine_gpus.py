@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from fake_nvml import H200, T4, FakeGpu, FakeNvml, Process, uuid_of
 from observations import summary_rows
+from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
 from repro_matrix.environment.machine import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
-from repro_matrix.results.expectations import exit_code
 from repro_matrix.runner.engine import Engine, Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import ON_CPU, REPRODUCED, SLUG, Fake, engine_of, observation, verdicts

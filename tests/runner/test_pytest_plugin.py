@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from observations import document, observation, ok
+from repro_matrix.baseline.quarantine import Quarantine
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.pytest_cells import Measurement, Place, place_of, results_of
-from repro_matrix.results.quarantine import Quarantine
+from repro_matrix.runner import run as workplace
 from repro_matrix.runner import session
-from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.engine import Event, Summary
 
 pytest_plugins = ["pytester"]

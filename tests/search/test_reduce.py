@@ -205,7 +205,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
     launcher = Ranks()
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: launcher)
+    monkeypatch.setattr("repro_matrix.runner.run.open_launcher", lambda name: launcher)
     monkeypatch.chdir(tmp_path)
     Path("s.py").write_text(SCRIPT)
     return launcher

@@ -13,7 +13,8 @@ from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant
 from repro_matrix.records.outcome import StoredOutcome
-from repro_matrix.runner import session, workspace
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner import session
 from repro_matrix.runner.session import ask
 from repro_matrix.text import log
 

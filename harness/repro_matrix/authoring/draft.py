@@ -14,7 +14,7 @@ import yaml
 
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError
-from repro_matrix.launch.tracebacks import Error
+from repro_matrix.grading.tracebacks import Error
 from repro_matrix.paths import CHECKOUT, CONF, REPROS
 
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from repro_matrix.config import project
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
-from repro_matrix.grading.expectations import settings_difference
+from repro_matrix.grading.expected import settings_difference
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Document

@@ -12,13 +12,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from repro_matrix.baseline.accept import SUSPICIOUS, Publication, Refusal, propose, publish
 from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.report.terminal import print_notes, print_table
 from repro_matrix.results import runs
-from repro_matrix.results.accept import SUSPICIOUS, Publication, Refusal, propose, publish
 from repro_matrix.text import counted, list_some
 
 SHOWN = 20  # reasons

@@ -25,7 +25,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
@@ -107,7 +107,7 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
 
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     """Return the prober of a script. Lock files become stacks first."""
-    from repro_matrix.external.lockfiles import endpoints
+    from repro_matrix.environment.lockfiles import endpoints
 
     prober, base = options.script_prober(args, needs_limit=False)
     if not is_release(args.good):
@@ -135,7 +135,8 @@ def _other_causes(
 
 def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
     """Add to the report which of the two ends is consistent with itself."""
-    from repro_matrix.external import compare, consistency
+    from repro_matrix.compare import consistency
+    from repro_matrix.compare import two_sides as compare
 
     assert isinstance(prober, compare.NumbersProber)
     for name, stack in prober.ends.items():

@@ -24,7 +24,7 @@ from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log, one_line
 
@@ -62,10 +62,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.external import compare, consistency  # numpy
-    from repro_matrix.external.adhoc_case import in_shell
-    from repro_matrix.report import comparison
-    from repro_matrix.report.load import write
+    from repro_matrix.compare import consistency
+    from repro_matrix.compare import page as comparison
+    from repro_matrix.compare import two_sides as compare  # numpy
+    from repro_matrix.report.render import write
+    from repro_matrix.runner.adhoc_case import in_shell
 
     (one, base, _), (other, _, _) = (
         options.script_of(_side(args, side)) for side in ("good", "bad")
@@ -133,7 +134,7 @@ def _side(args: argparse.Namespace, side: str) -> argparse.Namespace:
 def _stacks(args: argparse.Namespace, base: str, results: Path) -> tuple[list[str], list[str]]:
     """Return the specifications of both stacks, and notes on how lock files became stacks. Raises
     ConfigError."""
-    from repro_matrix.external.lockfiles import endpoints
+    from repro_matrix.environment.lockfiles import endpoints
 
     package = args.package or "transformers"
     good, bad = (

@@ -23,7 +23,7 @@ from dataclasses import replace
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.report.terminal import print_json
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log, one_line
 
@@ -40,9 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.external import consistency  # numpy
-    from repro_matrix.external.adhoc_case import in_shell
-    from repro_matrix.external.compare import TraceRunner, Window
+    from repro_matrix.compare import consistency  # numpy
+    from repro_matrix.compare.two_sides import TraceRunner, Window
+    from repro_matrix.runner.adhoc_case import in_shell
 
     chosen, base = options.configurations(args)
     stack = in_shell(replace(stacks.resolve(base, say=log), name=base))

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from repro_matrix.analysis import agreement
-from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis.inputs import Side, load_side
-from repro_matrix.analysis.nightly import load_requested
+from repro_matrix.changes import agreement
+from repro_matrix.changes import diff as diffs
+from repro_matrix.changes.nightly import load_requested
+from repro_matrix.changes.sides import Side, load_side
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
 from repro_matrix.results import runs

@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 
 from repro_matrix.config import catalog
+from repro_matrix.environment import lockfiles
 from repro_matrix.environment.stacks import lock, spec
 from repro_matrix.errors import ConfigError, ExitCode
-from repro_matrix.external import lockfiles
-from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import scan
-from repro_matrix.external.log_text import lines
-from repro_matrix.external.log_words import Catalogue
-from repro_matrix.report.logs import Versions, log_json, log_lines
+from repro_matrix.match.answer import Versions, log_json, log_lines
+from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.known_failures import recognize
+from repro_matrix.match.lines import lines
+from repro_matrix.match.scan import scan
 from repro_matrix.report.terminal import print_json, print_notes
 
 

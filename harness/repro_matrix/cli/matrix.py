@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from repro_matrix.analysis.nightly import not_committed
-from repro_matrix.analysis.regressions import against_history, since_last_passing
+from repro_matrix.baseline import quarantine
+from repro_matrix.baseline.derivation import bisect_exit, exit_code
+from repro_matrix.changes.nightly import not_committed
+from repro_matrix.changes.regressions import against_history, since_last_passing
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary
@@ -17,11 +19,10 @@ from repro_matrix.report.formats import record
 from repro_matrix.report.headline import headline
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines
-from repro_matrix.results import quarantine
-from repro_matrix.results.expectations import bisect_exit, exit_code
 from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder, store_exit_code
-from repro_matrix.runner import session, workspace
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner import session
 from repro_matrix.text import counted, log
 
 
@@ -74,7 +75,7 @@ def measure(
     )
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
-    from repro_matrix.report.load import write_run_page  # imports Jinja
+    from repro_matrix.report.render import write_run_page  # imports Jinja
 
     stop = threading.Event()
     with (

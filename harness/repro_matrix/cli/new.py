@@ -13,10 +13,10 @@ from repro_matrix.authoring import draft
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import scan
-from repro_matrix.external.log_text import lines
-from repro_matrix.external.log_words import Catalogue
+from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.known_failures import recognize
+from repro_matrix.match.lines import lines
+from repro_matrix.match.scan import scan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

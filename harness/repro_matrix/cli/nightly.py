@@ -25,15 +25,16 @@ import re
 from datetime import datetime, timezone
 from pathlib import Path
 
-from repro_matrix.analysis import nightly
-from repro_matrix.analysis.inputs import load_folder
+from repro_matrix.baseline import quarantine
+from repro_matrix.changes import nightly
+from repro_matrix.changes.sides import load_folder
 from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
-from repro_matrix.report import load
+from repro_matrix.report import render as load
 from repro_matrix.report.formats import to_issue
 from repro_matrix.report.terminal import print_notes, print_wrapped
-from repro_matrix.results import quarantine, runs
+from repro_matrix.results import runs
 from repro_matrix.runner import session
 
 

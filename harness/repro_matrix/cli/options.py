@@ -25,13 +25,13 @@ from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.text import log, wrap
 
 if TYPE_CHECKING:
+    from repro_matrix.compare.consistency import Configuration
     from repro_matrix.config.schema import Case
-    from repro_matrix.external.adhoc_case import Script
-    from repro_matrix.external.consistency import Configuration
-    from repro_matrix.external.script_failure import Failure
-    from repro_matrix.external.scripts import ScriptProber
+    from repro_matrix.runner.adhoc_case import Script
+    from repro_matrix.runner.script_failure import Failure
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
+    from repro_matrix.search.script_prober import ScriptProber
 
 OVERRIDES = (
     "select and configure (Hydra's syntax): case=qwen15-* model=a,b strategy=fsdp flags.call=root"
@@ -39,7 +39,7 @@ OVERRIDES = (
 )
 SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fields))
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
-# Option of a script -> the function of external/script_failure.py that reads the failure it
+# Option of a script -> the function of runner/script_failure.py that reads the failure it
 # describes.
 FAILURES = {"error": "error", "log": "log", "exit": "exit_code", "hang": "hang", "metric": "metric"}
 
@@ -157,7 +157,7 @@ def trace(parser: argparse.ArgumentParser) -> None:
 
 
 def vary(parser: argparse.ArgumentParser) -> None:
-    """Add what must not change the numbers of a script (external/consistency.py)."""
+    """Add what must not change the numbers of a script (compare/consistency.py)."""
     add = parser.add_argument_group("a script against itself").add_argument
     text = (
         "arguments that must not change the numbers: '--batch {8,2} --acc {1,4}' or --checkpoint;"
@@ -292,7 +292,7 @@ def stopped(error: Stopped) -> int:
 
 def names_script(args: argparse.Namespace) -> bool:
     """Return whether the command's first argument is a script, not a case."""
-    from repro_matrix.external.adhoc_case import is_script
+    from repro_matrix.runner.adhoc_case import is_script
 
     return bool(getattr(args, "command", None)) or args.module or is_script(args.case or "")
 
@@ -313,7 +313,7 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def _failure_of(args: argparse.Namespace) -> Failure:
-    from repro_matrix.external import script_failure
+    from repro_matrix.runner import script_failure
 
     names = _failures(args)
     if len(names) > 1:
@@ -333,7 +333,7 @@ def script_of(
     before anything starts.
 
     ``needs_limit``: a metric without a limit is refused."""
-    from repro_matrix.external import adhoc_case, script_failure
+    from repro_matrix.runner import adhoc_case, script_failure
 
     if getattr(args, "variant", None):
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
@@ -398,7 +398,7 @@ def with_arguments(
     of ranks."""
     own = copy.copy(args)
     if getattr(args, "command", None):
-        from repro_matrix.external.adhoc_case import with_ranks
+        from repro_matrix.runner.adhoc_case import with_ranks
 
         own.command = [
             *(with_ranks(args.command, nproc) if nproc else args.command),
@@ -412,7 +412,7 @@ def with_arguments(
 def configurations(args: argparse.Namespace) -> tuple[list[Configuration], str]:
     """Return the configurations of --ranks and --vary, else of the Trainer's arguments, and the
     stack's specification. Raises ConfigError before anything starts."""
-    from repro_matrix.external import consistency
+    from repro_matrix.compare import consistency
 
     axes = [consistency.settings("--ranks", args.ranks)] if args.ranks else []
     axes += [consistency.settings("--vary", text) for text in args.vary]
@@ -432,13 +432,13 @@ def configurations(args: argparse.Namespace) -> tuple[list[Configuration], str]:
 def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[ScriptProber, str]:
     """Return the prober of a search with a script, for its failure, its numbers, or whether it
     contradicts itself, and the stack's specification."""
-    from repro_matrix.external.scripts import ScriptProber
+    from repro_matrix.search.script_prober import ScriptProber
 
     script, base, settings = script_of(args, needs_limit)
     against_itself = varies(args)
     if not args.numbers and not against_itself:
         return ScriptProber(script, log, threading.Event(), settings.repeat), base
-    from repro_matrix.external.compare import NumbersProber, Window  # numpy
+    from repro_matrix.compare.two_sides import NumbersProber, Window  # numpy
 
     window = Window(args.steps, args.from_step)
     if args.numbers:
@@ -449,7 +449,7 @@ def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[S
                 "--numbers: remove --vary and --ranks. `repro bisect --numbers` takes both."
             )
         return NumbersProber(script, window, log, threading.Event()), base
-    from repro_matrix.external.consistency import ConsistencyProber
+    from repro_matrix.compare.consistency import ConsistencyProber
 
     if settings.repeat:
         raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")

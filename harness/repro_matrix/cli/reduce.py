@@ -18,9 +18,9 @@ from dataclasses import replace
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.external.adhoc_case import in_shell
 from repro_matrix.report.terminal import print_json
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner.adhoc_case import in_shell
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.reduce import CaseReduction, ScriptReduction

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from repro_matrix.baseline.accept import regrade
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.results import runs, summary
-from repro_matrix.results.accept import regrade
 from repro_matrix.text import counted
 
 

@@ -11,11 +11,11 @@ import gc
 import sys
 from pathlib import Path
 
-from repro_matrix.analysis.inputs import patterns_of
+from repro_matrix.changes.sides import patterns_of
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
-from repro_matrix.report import load
-from repro_matrix.report.load import Results
+from repro_matrix.report import render as load
+from repro_matrix.report.render import Results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 

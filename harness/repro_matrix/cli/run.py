@@ -18,7 +18,8 @@ from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.rows import error_at
-from repro_matrix.runner import session, workspace
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner import session
 from repro_matrix.text import counted, log
 
 
@@ -48,8 +49,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_script(args: argparse.Namespace) -> int:
-    from repro_matrix.external.adhoc_case import in_shell, known_failures
-    from repro_matrix.external.scripts import describe
+    from repro_matrix.runner.adhoc_case import in_shell, known_failures
+    from repro_matrix.search.script_prober import describe
 
     script, spec, settings = options.script_of(args)
     request = script.request(spec, settings.repeat)

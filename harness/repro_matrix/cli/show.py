@@ -12,16 +12,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.analysis.advice import advice
-from repro_matrix.analysis.claims import ledger
-from repro_matrix.analysis.releases import STATES, releases_of
+from repro_matrix.baseline.advice import advice
+from repro_matrix.baseline.claims import ledger
+from repro_matrix.baseline.releases import STATES, releases_of
 from repro_matrix.cli import options
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.expectations import basis, depends_on_capabilities
+from repro_matrix.grading.expected import basis, depends_on_capabilities
 from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells

@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import threading
 
-from repro_matrix.analysis.upgrade import End, Upgrade, compare
+from repro_matrix.changes import upgrade_answer as upgrade
+from repro_matrix.changes.upgrade import End, Upgrade, compare
 from repro_matrix.cli import options
-from repro_matrix.environment import stacks
+from repro_matrix.environment import lockfiles, stacks
 from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.external import lockfiles
-from repro_matrix.report import upgrade
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
@@ -92,7 +91,7 @@ def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[R
     """Measure the missing cells. ``ends`` gets the versions of the stacks as they were built."""
     from repro_matrix.report.run_summary import Progress
     from repro_matrix.results.summary import load_rows
-    from repro_matrix.runner import workspace
+    from repro_matrix.runner import run as workspace
 
     built = {spec: stacks.resolve(spec, say=log) for spec in ends}
     prepared = session.prepare(request.with_values({"stack": list(ends)}), given=built)

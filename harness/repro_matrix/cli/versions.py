@@ -23,7 +23,7 @@ from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.report.terminal import print_json
-from repro_matrix.runner import workspace
+from repro_matrix.runner import run as workspace
 from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Label, Stopped, Trail
 from repro_matrix.search.other_causes import list_causes, reworded
@@ -31,7 +31,7 @@ from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
 
 if TYPE_CHECKING:
-    from repro_matrix.external.compare import NumbersProber
+    from repro_matrix.compare.two_sides import NumbersProber
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

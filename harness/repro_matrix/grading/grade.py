@@ -41,7 +41,7 @@ from itertools import combinations
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Case
 from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_change
-from repro_matrix.grading.expectations import same_release
+from repro_matrix.grading.expected import same_release
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt, Rank
 from repro_matrix.grading.root_cause import (

@@ -1,7 +1,7 @@
 """Grade stored documents anew: outcomes from observations, verdicts from outcomes. Pure.
 
 The outcomes and verdicts that a document holds may come from another version of the grader, or be
-edited: they are never used. results/accept.py reports the differences.
+edited: they are never used. baseline/accept.py reports the differences.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.expectations import comparison, recorded_capabilities
+from repro_matrix.grading.expected import comparison, recorded_capabilities
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
 from repro_matrix.records.document import Cell, Document, Variant, kind_of

@@ -31,7 +31,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM, VerdictName
-from repro_matrix.grading.expectations import (
+from repro_matrix.grading.expected import (
     capability_difference,
     depends_on_capabilities,
     settings_difference,

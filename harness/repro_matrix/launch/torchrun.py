@@ -22,6 +22,7 @@ from typing import cast
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Metric
 from repro_matrix.config.settings import set_by_launch
+from repro_matrix.grading.tracebacks import Errors, Labels
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
     CUT,
@@ -36,7 +37,6 @@ from repro_matrix.launch.attempt import (
     visible_devices,
 )
 from repro_matrix.launch.script_checks import add_checks
-from repro_matrix.launch.tracebacks import Errors, Labels
 from repro_matrix.launch.watch import Watch
 from repro_matrix.records.attempt import Exception_
 from repro_matrix.text import ESCAPE, counted

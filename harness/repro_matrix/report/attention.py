@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from repro_matrix.analysis.diff import stopped_working
-from repro_matrix.analysis.regressions import ChangedCase, Regressions
-from repro_matrix.analysis.releases import STATES
+from repro_matrix.baseline.releases import STATES
+from repro_matrix.changes.diff import stopped_working
+from repro_matrix.changes.regressions import ChangedCase, Regressions
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results.rows import Row

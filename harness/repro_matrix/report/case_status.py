@@ -10,7 +10,7 @@ from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.analysis.releases import STATES, Releases, releases_of
+from repro_matrix.baseline.releases import STATES, Releases, releases_of
 from repro_matrix.config.schema import Case
 from repro_matrix.records.outcome import NOTHING_STORED
 from repro_matrix.results.rows import Row

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro_matrix.analysis.claims import ClaimRow
-from repro_matrix.analysis.diff import KINDS, Change, describe_row
-from repro_matrix.analysis.regressions import ChangedCase
+from repro_matrix.baseline.claims import ClaimRow
+from repro_matrix.baseline.derivation import is_unanswered
+from repro_matrix.changes.diff import KINDS, Change, describe_row
+from repro_matrix.changes.regressions import ChangedCase
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.attention import NOTHING
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
 from repro_matrix.report.result_lines import detail_lines
-from repro_matrix.results.expectations import is_unanswered
 from repro_matrix.results.rows import Row
 from repro_matrix.text import block, counted, line, list_some
 

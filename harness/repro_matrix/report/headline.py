@@ -14,10 +14,11 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
-from repro_matrix.analysis.history import place_of
-from repro_matrix.analysis.inputs import from_row
-from repro_matrix.analysis.missing import lost_results
-from repro_matrix.analysis.regressions import Regressions
+from repro_matrix.baseline.derivation import is_unanswered
+from repro_matrix.changes.history import place_of
+from repro_matrix.changes.missing import lost_results
+from repro_matrix.changes.regressions import Regressions
+from repro_matrix.changes.sides import from_row
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.records.outcome import CONFIRMED, NOTHING_STORED
@@ -32,7 +33,6 @@ from repro_matrix.report.case_status import (
     is_failing_fix,
 )
 from repro_matrix.report.terminal import label
-from repro_matrix.results.expectations import is_unanswered
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, list_some
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.analysis.claims import ClaimRow
+from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.config.schema import Case
+from repro_matrix.grading.failure_text import comparable_text
 from repro_matrix.report.attention import ATTENTION, Attention, kind_of
 from repro_matrix.report.case_status import CASE_STATES, CaseStatus, age, case_status
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.terminal import LABELS, Label, label
-from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
-    from repro_matrix.analysis.history import NightlyRun
+    from repro_matrix.changes.history import NightlyRun
 
 MOST_RUNS = 14  # earlier runs that are shown
 MOST_ERRORS = 40  # of a case

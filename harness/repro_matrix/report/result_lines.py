@@ -11,11 +11,11 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 
+from repro_matrix.baseline.derivation import uncompared_failures
 from repro_matrix.report.attention import ATTENTION, Attention
 from repro_matrix.report.case_status import CASE_STATES, CaseStatus
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.terminal import by_reason, label, named, print_table
-from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 

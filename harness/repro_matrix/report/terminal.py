@@ -23,7 +23,7 @@ from repro_matrix.text import WIDTH, counted, list_some, one_line, wrap
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from repro_matrix.analysis.claims import ClaimRow
+    from repro_matrix.baseline.claims import ClaimRow
 
 # Lines about what needs action.
 URGENT = re.compile(

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
-from repro_matrix.grading.expectations import as_expected, comparison
+from repro_matrix.grading.expected import as_expected, comparison
 from repro_matrix.grading.observation import (
     NO_RECORD,
     number,

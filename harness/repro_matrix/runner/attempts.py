@@ -23,7 +23,7 @@ from repro_matrix.environment.gpus import Nvml, stranger
 from repro_matrix.environment.machine import conditions
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading import grade
-from repro_matrix.grading.expectations import machine as machine_of
+from repro_matrix.grading.expected import machine as machine_of
 from repro_matrix.grading.observation import exception_of
 from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.observe import EITHER, classify_device_error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from repro_matrix.errors import MeasureError, ReproError, ResultsError
 from repro_matrix.grading import grade
-from repro_matrix.grading.expectations import recorded_capabilities
+from repro_matrix.grading.expected import recorded_capabilities
 from repro_matrix.grading.observation import peak_bytes
 from repro_matrix.grading.regrade import verdicts_of, with_expectations
 from repro_matrix.planning.cells import Cell

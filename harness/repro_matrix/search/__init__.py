@@ -1,2 +1,1 @@
-"""Which release changed an answer: probes, searches over releases, packages and commits, advice on
-an upgrade."""
+"""Search releases, packages, commits and settings for the one that changes an answer."""

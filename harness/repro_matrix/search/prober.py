@@ -23,15 +23,16 @@ from repro_matrix.config.selection import quoted
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.grading.failure_text import comparable_text, failure_text
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.records.document import Variant
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import runs
-from repro_matrix.results.failure_text import comparable_text, failure_text
 from repro_matrix.results.rows import error_at
 from repro_matrix.results.store import Document, Store
-from repro_matrix.runner import session, workspace
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner import session
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
 
@@ -287,7 +288,7 @@ class Prober(CellRunner):
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was defined, for the report
         self.place: dict[str, Any] | None = (
-            None  # where the numbers of the bad end differ (external/compare.py)
+            None  # where the numbers of the bad end differ (compare/two_sides.py)
         )
 
     def learn(self, good: Target, bad: Target) -> None:

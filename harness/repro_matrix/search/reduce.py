@@ -16,11 +16,11 @@ from typing import Any
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.external.adhoc_case import Script, command_of_script
-from repro_matrix.external.script_failure import learned
+from repro_matrix.grading.failure_text import comparable_text
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.runner import session
+from repro_matrix.runner.adhoc_case import Script, command_of_script
+from repro_matrix.runner.script_failure import learned
 from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober
 from repro_matrix.search.algorithms import NoMoreProbes, Trail, repeats_for

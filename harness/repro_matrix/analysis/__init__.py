@@ -1,2 +1,0 @@
-"""Compare results: two sets (diff), nightly runs (nightly), two stacks (upgrade); evaluate claims
-(claims)."""

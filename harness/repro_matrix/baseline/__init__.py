@@ -1,0 +1,1 @@
+"""Publish results, derive expectations from them, and evaluate claims."""

@@ -1,0 +1,335 @@
+"""Stored measurements -> expectations, each with the range of releases over which it was measured.
+Pure.
+
+Measurements of one cell that differ in the release of one package only form a line, for example a
+version map. Neighbors on it with the same verdicts and failures make one expectation, which names
+the first and the last of them. It holds for whole minor releases, unless the line shows another
+result within one.
+
+The exit code of a run says whether its results are the expected ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from packaging.version import Version
+
+from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.errors import ExitCode
+from repro_matrix.grading.expected import UNSTABLE, as_expected, depends_on_capabilities
+from repro_matrix.grading.root_cause import all_failure_ids
+from repro_matrix.records.document import Cell, kind_of
+from repro_matrix.records.outcome import CONFIRMED, DIFFERS_FROM_PREDICTION, FailureId, Outcome
+from repro_matrix.results.rows import Row
+
+release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one document shows. Without verdicts (nothing stable) it ends a range and begins
+    none."""
+
+    place: str  # hardware, stack and cell
+    where: str  # the cell's axes
+    hardware: str
+    versions: Mapping[str, Version] = field(hash=False)  # of the ranged packages
+    verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
+    own_stack: bool = False  # of variants that name a stack of their own
+    failure_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    capabilities: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # that these variants depend on
+
+    @property
+    def answer(self) -> Any:
+        return (
+            sorted(self.verdicts.items()),
+            sorted(self.failure_ids.items()),
+            sorted(self.capabilities.items()),
+        )
+
+
+def measured(case: Case, document: Cell, place: str) -> list[Measured]:
+    """Return what a document shows: of the variants that follow the stack, and apart from them of
+    those that name their own, which a version map leaves out."""
+    stored = {
+        name: verdict for name, verdict in document["verdicts"].items() if _is_stable(verdict)
+    }
+    known, found = document["hardware"].get("capabilities", {}), []
+    for own_stack in (False, True):
+        names = [
+            name
+            for name in stored
+            if bool(name in case.variants and case.variants[name].stack) == own_stack
+        ]
+        if own_stack and not names:
+            continue
+        failures = {
+            name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ()))
+            for name in names
+        }
+        if names and not own_stack and (unfixed := document["variants"].get("unfixed")):
+            outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in unfixed["attempts"]]
+            failures["unfixed"] = tuple(map(str, all_failure_ids(case.slug, outcomes)))
+        needed = {fact for name in names for fact in depends_on_capabilities(case, name)}
+        found.append(
+            Measured(
+                place,
+                document["params"],
+                kind_of(document["hardware"]),
+                upstream(document),
+                {name: as_expected(stored[name]["name"]) for name in names},
+                own_stack,
+                {name: listed for name, listed in failures.items() if listed},
+                {fact: value for fact, value in known.items() if fact in needed},
+            )
+        )
+    return found
+
+
+def _is_stable(verdict: Mapping[str, Any]) -> bool:
+    """Whether it can be expected: a control may fail only by failures of the catalog."""
+    causes = [each.get("case") for each in verdict.get("failure_ids", ())]
+    return verdict["name"] not in UNSTABLE and (
+        verdict["name"] != "FAILED" or bool(causes and all(causes))
+    )
+
+
+def upstream(document: Cell) -> dict[str, Version]:
+    """Return the releases of the packages that expectations are ranged over."""
+    versions = document["stack"]["versions"]
+    return {package: release(versions[package]) for package in UPSTREAM if package in versions}
+
+
+def is_whole(case: Case, document: Cell) -> bool:
+    """Whether all variants that follow the stack were measured, or skipped with a reason: not by a
+    search for one."""
+    return all(
+        name in document["variants"] for name, variant in case.variants.items() if not variant.stack
+    )
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbors on a line with the same verdicts; ``versions`` are the releases that they stand
+    for."""
+
+    members: tuple[Measured, ...]
+    versions: Mapping[str, str] = field(hash=False)
+    alone: bool = False  # it has no neighbor whose range it could end
+
+    @property
+    def ends(self) -> list[dict[str, str]]:
+        """The releases with which the first and the last were measured."""
+        ends = [
+            {name: str(version) for name, version in sorted(end.versions.items())}
+            for end in (self.members[0], self.members[-1])
+        ]
+        return ends[:1] if ends[0] == ends[1] else ends
+
+
+def ranges(found: Iterable[Measured]) -> list[Range]:
+    out = []
+    for package, line in _lines(list(found)):
+        groups = [list(group) for _, group in groupby(line, key=lambda item: item.answer)]
+        for index, group in enumerate(groups):
+            below = groups[index - 1][-1].versions.get(package) if index else None
+            above = groups[index + 1][0].versions.get(package) if index + 1 < len(groups) else None
+            last = group[-1].versions
+            versions = {
+                name: _range(
+                    version, last[name], *((below, above) if name == package else (None, None))
+                )
+                for name, version in group[0].versions.items()
+            }
+            out.append(Range(tuple(group), versions, alone=len(groups) == 1))
+    return out
+
+
+def expectations(
+    found: Iterable[Measured], reason: str, old: Sequence[Expectation] = ()
+) -> list[Expectation]:
+    """Return one entry for cells that agree in verdicts and ranges and were measured with the same
+    releases. An entry that has not changed keeps its old reason."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for each in ranges(found):
+        first = each.members[0]
+        if first.verdicts:
+            key = repr((first.answer, sorted(each.versions.items()), each.ends, first.hardware))
+            ids = {
+                name: list(listed) if len(listed) > 1 else listed[0]
+                for name, listed in first.failure_ids.items()
+            }
+            entry = {
+                "verdicts": dict(first.verdicts),
+                "failure_ids": ids,
+                "cells": [],
+                "hardware": first.hardware,
+                "capabilities": dict(first.capabilities),
+                "versions": dict(each.versions),
+                "measured_at": each.ends,
+                "reason": reason,
+            }
+            grouped.setdefault(key, entry)["cells"].append(first.where)
+    entries = [Expectation(**entry) for entry in grouped.values()]
+    reasons = {_without_reason(entry): entry.reason for entry in old}
+    return [
+        entry.model_copy(update={"reason": reasons.get(_without_reason(entry), reason)})
+        for entry in entries
+    ]
+
+
+def unsupported(case: Case, documents: Mapping[str, Cell]) -> list[str]:
+    """Name the expectations that the stored results do not show: a cell, releases, a verdict or a
+    failure.
+
+    ``documents``: all that are published of this case, by their place, graded anew.
+    """
+    shown = set(map(_without_reason, expectations(measured_in_order(case, documents), "")))
+    return [
+        f"{case.slug}: {', '.join(entry.cells)} on {entry.hardware}, measured at"
+        f" {entry.measured_at}: no stored results show {dict(entry.verdicts)}"
+        for entry in case.expect
+        if _without_reason(entry) not in shown
+    ]
+
+
+def measured_in_order(case: Case, documents: Mapping[str, Cell]) -> list[Measured]:
+    """Return what documents show, in the order of a table's cells."""
+    order = sorted(documents, key=lambda place: f"{place}.json".split("/"))
+    return [item for place in order for item in measured(case, documents[place], place)]
+
+
+def _without_reason(entry: Expectation) -> str:
+    plain = entry.model_dump(exclude={"reason"}) | {"cells": sorted(entry.cells)}
+    return json.dumps(plain, sort_keys=True, default=str)
+
+
+def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
+    """Yield (the package whose release differs, measurements by that release). Each measurement is
+    on its longest line."""
+    lines: dict[tuple[str, str], list[Measured]] = {}
+    for item in found:
+        for package in item.versions:
+            others = sorted(
+                (name, str(version)) for name, version in item.versions.items() if name != package
+            )
+            key = package, f"{item.where} {item.hardware} {item.own_stack} {others}"
+            lines.setdefault(key, []).append(item)
+    left = {(item.place, item.own_stack): item for item in found}
+    for key in sorted(lines, key=lambda key: -len({str(item.versions) for item in lines[key]})):
+        members = [item for item in lines[key] if left.pop((item.place, item.own_stack), None)]
+        if members:
+            yield key[0], sorted(members, key=lambda item: item.versions[key[0]])
+    yield from (("", [item]) for item in left.values())
+
+
+def _range(first: Version, last: Version, below: Version | None, above: Version | None) -> str:
+    """Return the releases from the first to the last, in whole minor ones where the line's
+    neighbors lie in others."""
+    low = (
+        f">={first.public}"
+        if below is not None and _minor(below) == _minor(first)
+        else f">={_minor(first)}"
+    )
+    high = (
+        f"<={last.public}"
+        if above is not None and _minor(above) == _minor(last)
+        else f"<{_minor(last, 1)}"
+    )
+    return f"{low},{high}"
+
+
+def _minor(version: Version, plus: int = 0) -> str:
+    return f"{version.major}.{version.minor + plus}"
+
+
+# The exit code of a run
+
+
+def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) -> ExitCode:
+    """Return DIFFERS for a result that differs from its expectation, else INCOMPLETE where less was
+    measured than requested: attempts without evidence, cells without a comparison, or too much that
+    nothing confirms."""
+    if any(row.state == "unexpected" for row in rows):
+        return ExitCode.DIFFERS
+    measured = {row.cell for row in rows if row.attempts and row.complete}
+    few = stopped_early or len(measured) < min_cells
+    return ExitCode.INCOMPLETE if few or lacking(rows) else ExitCode.OK
+
+
+def lacking(rows: Sequence[Row]) -> list[Row]:
+    """Return variants with attempts that gave no evidence, those of cells without an end or a
+    comparison, and what differs from a prediction; also what nothing confirms of GPUs' results,
+    where that is more than half of them."""
+    # A build that failed is no property of the stack: another try, or a compiler, would measure it.
+    lost = [
+        row
+        for row in rows
+        if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete
+    ]
+    on_gpus = [
+        row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"
+    ]
+    unconfirmed = [
+        row for row in on_gpus if row.state not in (*CONFIRMED, "unexpected", "quarantined")
+    ]
+    differs = [row for row in rows if row.state in DIFFERS_FROM_PREDICTION]
+    return (
+        lost
+        + uncompared_failures(rows)
+        + differs
+        + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
+    )
+
+
+def is_unanswered(row: Row) -> bool:
+    """Whether a variant ran and gave no evidence or no verdict; what an expectation accepts is left
+    out."""
+    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
+    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
+
+
+def bisect_exit(rows: Iterable[Row]) -> int:
+    """Return the exit code for `git bisect run`: 1 the known failure reproduces, 0 it does not, 125
+    it is unknown."""
+    outcomes = {attempt.outcome for row in rows if row.first for attempt in row.attempts}
+    return 1 if "reproduced" in outcomes else 0 if outcomes == {"passed"} else 125
+
+
+def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
+    """Return unfixed variants that failed with another error than the known one, where nothing
+    tells more: no other variant gave an answer, or all attempts of all variants failed with the
+    same error, which is not expected. The settings then made no difference, so the cell shows
+    nothing of the failure or its fixes."""
+    found, cells = [], defaultdict(list)
+    for row in rows:
+        if row.attempts:
+            cells[row.cell].append(row)
+    for cell in cells.values():
+        answers = [row for row in cell if row.evidence_attempts]
+        errors = {
+            each.failures if each.outcome == "other_failure" else ()
+            for row in answers
+            for each in row.evidence_attempts
+        }
+        same = len(answers) > 1 and len(errors) == 1 and errors != {()}
+        expected = {str(row.state) for row in answers if row.verdict} <= CONFIRMED
+        if (same and not expected) or not any(row.verdict and row.measured for row in cell):
+            unfixed = (row for row in cell if row.variant == "unfixed")
+            found += [
+                row
+                for row in unfixed
+                if row.counts.keys() - {"reproduced", "passed", "infra_error"}
+            ]
+    return found

@@ -1,0 +1,1 @@
+"""Compare results: two sets (diff), nightly runs (nightly), two stacks (upgrade)."""

@@ -1,0 +1,139 @@
+"""How often one side's results predict the other's, such as a CPU's those of a GPU: `repro diff
+--agreement`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from repro_matrix.changes.diff import (
+    SHOWN,
+    describe_row,
+    pair_cells,
+    pair_variants,
+    place_to_json,
+    values_to_json,
+)
+from repro_matrix.changes.sides import VariantResult
+from repro_matrix.errors import ConfigError
+from repro_matrix.grading.expected import settings_difference
+from repro_matrix.grading.verdict import wilson
+
+Pair = tuple[VariantResult, VariantResult]  # of both sides
+
+
+@dataclass
+class Agreement:
+    """The variants of one case that both sides measured with the same settings."""
+
+    case: str
+    pairs: list[Pair] = field(default_factory=list)
+
+    @property
+    def disagreements(self) -> list[Pair]:
+        """The variants with another verdict, failure or outcome."""
+        shown = [
+            [(row.verdict, row.failure_ids, row.kinds.keys()) for row in pair]
+            for pair in self.pairs
+        ]
+        return [pair for pair, (first, second) in zip(self.pairs, shown) if first != second]
+
+    @property
+    def across(self) -> bool:
+        """Whether a GPU was compared with a CPU."""
+        return any("GPUs" in one.machine.keys() ^ other.machine.keys() for one, other in self.pairs)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return len(self.pairs) - len(self.disagreements), len(self.pairs)
+
+    @property
+    def tolerance_used(self) -> dict[str, list[float]]:
+        """Numeric check -> the part of its tolerance that the variants that pass used at most, on
+        each side."""
+        sides = [
+            [row.tolerance_used for row in side if set(row.kinds) == {"passed"}]
+            for side in zip(*self.pairs)
+        ]
+        names = sorted(set.intersection(*(set().union(*side) for side in sides)))
+        return {
+            name: [max(used.get(name, 0.0) for used in side) for side in sides] for name in names
+        }
+
+
+def measure_agreement(
+    one: Iterable[VariantResult], other: Iterable[VariantResult]
+) -> list[Agreement]:
+    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides
+    measured."""
+    one, other = list(one), list(other)
+    here, there = ({row.hardware for row in side} for side in (one, other))
+    # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of
+    # it.
+    left, right, _ = pair_cells(
+        [row for row in one if not there < here or row.hardware not in there],
+        [row for row in other if not here < there or row.hardware not in here],
+    )
+    cases: dict[str, Agreement] = {}
+    for first, second in pair_variants(left, right):
+        if not (first and second and first.measured and second.measured):
+            continue
+        if not settings_difference(first.settings, second.settings):
+            cases.setdefault(first.case, Agreement(first.case)).pairs.append((first, second))
+    if not cases:
+        raise ConfigError(
+            "nothing to compare: no variant was measured on both sides with the same settings"
+        )
+    return sorted(cases.values(), key=lambda each: (each.counts[0] / each.counts[1], each.case))
+
+
+def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> Iterator[str]:
+    width = max(len(each.case) for each in cases)
+    for each in cases:
+        yield f"{each.case.ljust(width)}  {_share(each.counts, 'variants agree')}"
+        if used := ", ".join(
+            f"{name} {first:g} | {second:g}"
+            for name, (first, second) in each.tolerance_used.items()
+        ):
+            yield f"    part of the tolerance used at most, first | second: {used}"
+        for first, second in each.disagreements if everything else each.disagreements[:SHOWN]:
+            yield from (
+                f"    {' '.join(second.axes)} {second.variant}",
+                f"      first:  {describe_row(first)}",
+            )
+            yield f"      second: {describe_row(second)}"
+        if (more := len(each.disagreements) - SHOWN) > 0 and not everything:
+            yield f"    and {more} more: --all"
+    agree, both = (sum(counts) for counts in zip(*(each.counts for each in cases)))
+    yield from ("", _share((agree, both), "variants measured on both sides agree"))
+
+
+def _share(counts: tuple[int, int], what: str) -> str:
+    """Return the share with its 95 % Wilson interval."""
+    low, high = wilson(*counts)
+    return f"{counts[0]} of {counts[1]} {what} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
+def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "cases": [
+            {
+                "case": each.case,
+                "agree": each.counts[0],
+                "both": each.counts[1],
+                "interval": wilson(*each.counts),
+                "tolerance_used": each.tolerance_used,
+                "disagreements": [
+                    {
+                        **place_to_json(*pair),
+                        "first": values_to_json(pair[0]),
+                        "second": values_to_json(pair[1]),
+                    }
+                    for pair in each.disagreements
+                ],
+            }
+            for each in cases
+        ],
+    }

@@ -1,0 +1,415 @@
+"""Compare two sets of rows: outcomes, verdicts, failure ids, flakiness and coverage. Pure.
+
+A variant has at most one change. Comparing B with A gives the opposite of comparing A with B. Where
+a fix has another verdict only because the failure itself appeared or disappeared, that change is
+listed for the unfixed variant alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+from repro_matrix.changes.sides import VariantResult
+from repro_matrix.config.vocabulary import OutcomeName
+from repro_matrix.grading.expected import settings_difference
+from repro_matrix.text import counted, list_some
+
+if TYPE_CHECKING:
+    from repro_matrix.changes.missing import Requested
+
+# In the order of importance to a reader.
+KINDS = {
+    "new_failure": "fails now, did not fail before",
+    "fix_stopped_working": "the fix worked and fails now",
+    "different_failure": "failed before and fails now, with a different failure",
+    "reproduces_now": "the known failure occurs now, did not occur before",
+    "no_longer_reproduces": "the known failure no longer occurs",
+    "became_flaky": "attempts agreed before and disagree now",
+    "failure_gone": "failed before, does not fail now",
+    "fix_works_now": "the fix failed and works now",
+    "became_steady": "attempts disagreed before and agree now",
+    "not_measured": "measured before, not measured now",
+    "cell_removed": "the cell has no result now",
+    "newly_measured": "not measured before",
+    "cell_added": "the cell had no result before",
+}
+RESULTS = frozenset(list(KINDS)[:9])  # the other kinds concern coverage
+LESS = frozenset({"not_measured", "cell_removed"})
+RARE = 0.001
+
+
+@dataclass(frozen=True)
+class Change:
+    """``variant`` is empty for a whole cell."""
+
+    kind: str
+    variant: str
+    before: VariantResult | None
+    after: VariantResult | None
+
+    @property
+    def row(self) -> VariantResult:
+        row = self.after or self.before
+        assert row is not None
+        return row
+
+
+@dataclass(frozen=True)
+class Diff:
+    """``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason).
+
+    ``across``: axis -> the two values, where each side has one value and they differ. ``excused``:
+    why the second side
+    need not have some results -> their number.
+    """
+
+    changes: tuple[Change, ...]
+    cells: int
+    variants: int
+    incomparable: tuple[tuple[VariantResult, str], ...]
+    across: Mapping[str, tuple[str, str]]
+    excused: Mapping[str, int] = field(default_factory=dict)
+
+    def select(self, kinds: Iterable[str]) -> list[Change]:
+        return [change for change in self.changes if change.kind in kinds]
+
+    def without_unrequested(self, requested: Requested) -> Diff:
+        """Return the comparison without what the second side lacks because its run was not asked
+        for it."""
+        there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
+        changes, excused = [], Counter[str]()
+        for change in self.changes:
+            row = change.before if change.kind in LESS else None
+            excuse = requested.excuse(replace(row, **there)) if row else ""
+            excused[excuse] += 1
+            changes += [] if excuse else [change]
+        del excused[""]
+        return replace(self, changes=tuple(changes), excused=excused)
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 where a result differs; else 3 where the second side lacks results of the first;
+        else 0."""
+        return 1 if self.select(RESULTS) else 3 if self.select(LESS) else 0
+
+
+CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
+Cells = dict[CellId, dict[str, VariantResult]]  # each cell's variants
+
+
+def newest(rows: Iterable[VariantResult]) -> Cells:
+    """Group rows by cell; of a cell that was measured several times keep the newest result."""
+    cells: dict[CellId, dict[tuple[float, str], dict[str, VariantResult]]] = {}
+    for row in rows:
+        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault(
+            (row.started, row.path), {}
+        )[row.variant] = row
+    return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
+
+
+def pair_cells(
+    before: Iterable[VariantResult], after: Iterable[VariantResult]
+) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
+    """Return both sides' cells under common ids, and the axes that the comparison goes across."""
+    one, other = newest(before), newest(after)
+    across = {}
+    for index, axis in ((1, "hardware"), (2, "stack")):
+        left, right = ({cell_id[index] for cell_id in side} for side in (one, other))
+        if len(left) == len(right) == 1 and left != right:
+            across[axis] = (left.pop(), right.pop())
+
+    def common_ids(side: Cells) -> Cells:
+        return {
+            (
+                key,
+                "" if "hardware" in across else hardware,
+                "" if "stack" in across else stack,
+            ): variants
+            for (key, hardware, stack), variants in side.items()
+        }
+
+    return common_ids(one), common_ids(other), across
+
+
+def pair_variants(
+    one: Cells, other: Cells
+) -> Iterator[tuple[VariantResult | None, VariantResult | None]]:
+    """Yield both sides' results of each variant of the common cells."""
+    for cell_id in sorted(one.keys() & other.keys()):
+        for variant in {**one[cell_id], **other[cell_id]}:
+            yield one[cell_id].get(variant), other[cell_id].get(variant)
+
+
+def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> Diff:
+    """Return what differs in ``after``."""
+    one, other, across = pair_cells(before, after)
+    changes: list[Change] = []
+    incomparable: list[tuple[VariantResult, str]] = []
+    variants = 0
+    for old, new in pair_variants(one, other):
+        if old is None or new is None:
+            row = old or new
+            if row and row.measured:
+                changes.append(
+                    Change("newly_measured" if new else "not_measured", row.variant, old, new)
+                )
+            continue
+        variants += 1
+        if reason := settings_difference(old.settings, new.settings):
+            incomparable.append((new, reason))
+        elif kind := result_change(old, new):
+            changes.append(Change(kind, new.variant, old, new))
+    for cell_id, cell in {**one, **other}.items():
+        row = next(iter(cell.values()))
+        if cell_id not in other:
+            changes.append(Change("cell_removed", "", row, None))
+        elif cell_id not in one:
+            changes.append(Change("cell_added", "", None, row))
+    kinds = list(KINDS)
+    changes.sort(
+        key=lambda c: (
+            kinds.index(c.kind),
+            c.row.case,
+            c.row.key,
+            c.row.hardware,
+            c.row.stack,
+            c.variant,
+        )
+    )
+    return Diff(
+        tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across
+    )
+
+
+Pools = Sequence[tuple[Counter[OutcomeName], Counter[OutcomeName]]]  # outcomes before and after
+
+
+def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> str | None:
+    """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where
+    attempts disagree, their shares are compared: in each of ``pools``, else of the two results."""
+    if not old.measured or not new.measured:
+        return (
+            None
+            if old.measured == new.measured
+            else "not_measured"
+            if old.measured
+            else "newly_measured"
+        )
+    pools = pools or [(Counter(old.kinds), Counter(new.kinds))]
+    if all(chance_explains(*pool) for pool in pools) or _both_expected(old, new):
+        return None
+    before, after = set(old.failure_ids), set(new.failure_ids)
+    if before != after:
+        if old.first and new.first and not (old.control or new.control):
+            reproduced = "reproduced" in new.kinds
+            if ("reproduced" in old.kinds) != reproduced:
+                return "reproduces_now" if reproduced else "no_longer_reproduces"
+        elif not before and stopped_working(old.verdict, new.verdict, new.kinds):
+            return "fix_stopped_working"
+        elif not after and stopped_working(new.verdict, old.verdict, old.kinds):
+            return "fix_works_now"
+        return (
+            "new_failure"
+            if before < after
+            else "failure_gone"
+            if after < before
+            else "different_failure"
+        )
+    if old.steady != new.steady or any(len(earlier) > 1 for earlier, _ in pools):
+        return "became_steady" if new.steady else "became_flaky"
+    return None
+
+
+def stopped_working(
+    before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]
+) -> bool:
+    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A
+    hang is a failure: of a machine that was only slow it would be no evidence. Where the failure
+    itself is another one, no fix is to blame."""
+    another_failure = now in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
+    return (
+        before == "FIXED"
+        and not another_failure
+        and any(outcome != "passed" for outcome in outcomes)
+    )
+
+
+def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -> bool:
+    """Whether attempts of a side disagree, the sides share an outcome, and Fisher's exact test
+    finds no difference between the shares of any outcome (with a chance of less than 1 in 1000 if
+    there is none)."""
+    if not before.keys() & after.keys():
+        return False
+    return len(before + after) > 1 and all(
+        _tail(after[outcome], after.total(), before[outcome], before.total()) > RARE
+        for outcome in before + after
+    )
+
+
+def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> float:
+    """Return the chance of so few, or so many, of all the counted ones among these attempts,
+    whichever is less."""
+    counted_ones, everything = count + other_count, attempts + other_attempts
+
+    def ways(numbers: range) -> int:
+        rest = everything - counted_ones
+        return sum(comb(counted_ones, n) * comb(rest, attempts - n) for n in numbers)
+
+    # comb(n, k) is 0 where k is greater than n
+    return min(ways(range(count + 1)), ways(range(count, attempts + 1))) / comb(
+        everything, attempts
+    )
+
+
+def _both_expected(old: VariantResult, new: VariantResult) -> bool:
+    """Whether the reviewed expectation lists both failures for the same stack: which of them comes
+    first is chance."""
+    same_stack = old.stack == new.stack and old.versions in ({}, new.versions)
+    return same_stack and old.verdict == new.verdict and old.expected == new.expected == "expected"
+
+
+# -- as text and as JSON
+
+SHOWN = 12  # changes of a kind; all of them with --all
+
+
+def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
+    """Return a line: how many cells, on which hardware, stacks and commit."""
+    cells = [next(iter(variants.values())) for variants in newest(rows).values()]
+    stacks: dict[str, str] = {}
+    for row in cells:
+        releases = [
+            f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions
+        ]
+        stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
+    commits = {(row.commit or "no commit")[:10] for row in cells}
+    hardware = ", ".join(sorted({f"{row.hardware}{_gpus(row)}" for row in cells}))
+    commit = commits.pop() if len(commits) == 1 else f"{len(commits)} commits"
+    return (
+        f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)};"
+        f" {commit}"
+    )
+
+
+def _gpus(row: VariantResult) -> str:
+    names = Counter(row.machine["GPUs"].split(", ") if "GPUs" in row.machine else ())
+    return f" ({', '.join(f'{count}x {name}' for name, count in names.items())})" if names else ""
+
+
+def describe_row(row: VariantResult | None) -> str:
+    """Return verdict, outcomes, failure ids and text of a variant."""
+    if row is None:
+        return "no result is stored"
+    kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
+    outcomes = ", ".join(f"{kind} {count}/{row.measured}" for kind, count in kinds)
+    parts = [
+        f"{row.verdict}, " if row.verdict else "",
+        outcomes or row.skipped or row.text or "not measured",
+    ]
+    parts += [f" ({', '.join(row.failure_ids)})"] if row.failure_ids else []
+    return "".join(parts) + (f": {row.text}" if row.failure_ids and row.text else "")
+
+
+def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
+    """Yield lines, the most important first. Changes of one case with the same text are listed
+    together."""
+    for kind in KINDS:
+        groups: dict[tuple[str, ...], list[Change]] = {}
+        for change in diff.select([kind]):
+            texts = (describe_row(change.before), describe_row(change.after))
+            groups.setdefault((change.row.case, *(texts if change.variant else ())), []).append(
+                change
+            )
+        if not groups:
+            continue
+        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind]})")
+        listed = list(groups.items())
+        for key, group in listed if everything else listed[:SHOWN]:
+            yield f"  {key[0]} {_places(group, everything)}"
+            yield from (
+                f"    {label}{text}" for label, text in zip(("before: ", "now:    "), key[1:])
+            )
+        if len(listed) > SHOWN and not everything:
+            yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
+    reasons: dict[str, list[VariantResult]] = {}
+    for row, reason in diff.incomparable:
+        reasons.setdefault(reason, []).append(row)
+    if reasons:
+        yield from (
+            "",
+            (
+                f"NOT_COMPARED: {counted(len(diff.incomparable), 'variant')}, measured with other"
+                " settings"
+            ),
+        )
+    for reason, rows in reasons.items():
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"  {reason}: {rows[0].key} variant {rows[0].variant}{more}"
+    changed = sum(bool(change.before and change.after) for change in diff.changes)
+    same = counted(diff.variants - changed - len(diff.incomparable), "variant")
+    yield from (
+        "",
+        f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed",
+    )
+
+
+def _places(changes: Sequence[Change], everything: bool) -> str:
+    cells: dict[str, list[str]] = {}
+    for change in changes:
+        place = " ".join(change.row.axes) + (
+            "" if change.variant else f" ({change.row.stack}, {change.row.hardware})"
+        )
+        cells.setdefault(place, []).append(change.variant)
+    places = [
+        f"{place}: {', '.join(variants)}" if any(variants) else place
+        for place, variants in cells.items()
+    ]
+    return list_some(places, len(places) if everything else 3, "; ")
+
+
+def diff_to_json(diff: Diff) -> dict[str, Any]:
+    """Return the comparison under stable keys."""
+    return {
+        "schema": 1,
+        "cells": diff.cells,
+        "variants": diff.variants,
+        "across": {axis: list(pair) for axis, pair in diff.across.items()},
+        "not_compared": [
+            {**place_to_json(row, row), "reason": reason} for row, reason in diff.incomparable
+        ],
+        "changes": [
+            {
+                "kind": c.kind,
+                **place_to_json(c.before, c.after),
+                "variant": c.variant or None,
+                "before": values_to_json(c.before, c.variant),
+                "after": values_to_json(c.after, c.variant),
+            }
+            for c in diff.changes
+        ],
+    }
+
+
+def place_to_json(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
+    row: Any = after or before
+    documents = [(each and each.path) or None for each in (before, after)]
+    return {
+        "case": row.case,
+        "cell": row.key,
+        "axes": list(row.axes),
+        "hardware": row.hardware,
+        "stack": row.stack,
+        "variant": row.variant,
+        "documents": documents,
+    }
+
+
+def values_to_json(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
+    if row is None or not variant:
+        return None
+    names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at")
+    return {name: getattr(row, name) for name in names}

@@ -1,0 +1,1 @@
+"""Compare the numbers of trainings: two sides, or the configurations of one script."""

@@ -1,0 +1,452 @@
+"""Compare a script with itself: configurations that must compute the same, on one stack. No side is
+trusted.
+
+A configuration is compared with the first one of each group that agrees; a difference that is there
+by design is not checked (traces.invariance). ``ConsistencyProber`` asks the same question at each
+probe of a search.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.compare.two_sides import GoodSide, Traced, TraceRunner, Window, traced
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.records.document import Document
+from repro_matrix.runner.adhoc_case import Script
+from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, CellRunner, Say, Target
+from repro_matrix.search.script_prober import ScriptProber
+from repro_matrix.text import counted
+from repro_matrix.traces.invariance import by_design
+from repro_matrix.traces.location import Location, short
+
+# Arguments of transformers' Trainer.
+BATCH, STEPS, CHECKPOINTING = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One choice of what varies. ``labels``: its value in the first list that tells all choices
+    apart, else in each."""
+
+    labels: tuple[str, ...]
+    words: str
+    ranks: int | None = None
+
+
+def settings(option: str, text: str) -> list[Setting]:
+    """Return the choices of ``--acc {1,4}``; the values of several braces belong together. Without
+    braces: without these arguments and with them. The first word of --ranks is a list of ranks.
+    Raises ConfigError."""
+    ranks, first, space, rest = option == "--ranks", *text.strip().partition(" ")
+    template = f"{{{first.strip('{}')}}}{space}{rest}" if ranks else text.strip()
+    parts = re.split(r"\{([^{}]*)\}", template)
+    fixed, lists = parts[::2], [part.split(",") for part in parts[1::2]]
+    if not lists:
+        fixed, lists = ["", ""], [["", template]]
+    choices = list(zip(*lists))
+    wrong = [number for number in lists[0] if ranks and not (number.isdecimal() and int(number))]
+    problem = (
+        f"{wrong[0]!r} is not a number of ranks"
+        if wrong
+        else (
+            "a brace is not closed"
+            if template.count("{") != template.count("}")
+            else (
+                "its lists have different lengths"
+                if len({len(values) for values in lists}) > 1
+                else (
+                    "one value leaves nothing to compare"
+                    if len(choices) < 2
+                    else "a value is given twice"
+                    if len(set(choices)) < len(choices)
+                    else ""
+                )
+            )
+        )
+    )
+    if problem:
+        example = (
+            "1,2 or '1,2 --batch {8,4}'"
+            if ranks
+            else "'--acc {1,4}' or '--batch {8,2} --acc {1,4}'"
+        )
+        raise ConfigError(f"{option} {text!r}: {problem}. Write it as {option} {example}.")
+    telling = [at for at, values in enumerate(lists) if len(set(values)) == len(values)][
+        :1
+    ] or range(len(lists))
+    found = []
+    for values in choices:
+        words = "".join(chain(*zip(fixed, values), fixed[-1:]))
+        labels = [_label(*each) for each in zip(fixed, values, fixed[1:])]
+        if not parts[1:]:
+            labels = [f"{'with' if words else 'without'} {template}"]
+        if ranks:
+            words, labels[0] = words[len(values[0]) :], counted(int(values[0]), "rank")
+        found.append(
+            Setting(
+                tuple(labels[at] for at in telling),
+                words.strip(),
+                int(values[0]) if ranks else None,
+            )
+        )
+    return found
+
+
+def _label(before: str, value: str, after: str) -> str:
+    """``--acc 4``: a value with its option, or the word that it is in."""
+    option = "".join(before.split()[-1:]) + " " * before[-1:].isspace()
+    return f"{option}{value}{after.partition(' ')[0]}".strip()
+
+
+def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]:
+    """Return the first choices, each other one alone, and, unless they set the same option, the
+    last ones together."""
+    first = tuple(axis[0] for axis in axes)
+    found = [
+        first,
+        *(
+            (*first[:at], other, *first[at + 1 :])
+            for at, axis in enumerate(axes)
+            for other in axis[1:]
+        ),
+    ]
+    options = [
+        word
+        for axis in axes
+        for word in {word.partition("=")[0] for word in axis[-1].words.split()}
+        if word.startswith("-")
+    ]
+    return (
+        [*found, tuple(axis[-1] for axis in axes)]
+        if len(axes) > 1 and len(set(options)) == len(options)
+        else found
+    )
+
+
+def of_trainer(script: Script) -> str:
+    """Return --ranks for a script that takes the arguments of transformers' Trainer: another number
+    of ranks, twice the micro-batches of half the size, and checkpointing. Raises ConfigError where
+    its arguments are not known."""
+    words = shlex.split(script.command.shown)
+    pairs = (
+        word.partition("=")[::2] if "=" in word else (word, value)
+        for word, value in zip(words, [*words[1:], ""])
+    )
+    given = {
+        name.lstrip("-").replace("-", "_"): value for name, value in pairs if name.startswith("--")
+    }
+    code = script.command.script.read_text(errors="replace") if script.command.script else ""
+    batch, steps, ranks = given.get(BATCH, "8"), given.get(STEPS, "1"), script.command.nproc
+    if not (batch.isdecimal() and steps.isdecimal()) or (
+        BATCH not in given and "HfArgumentParser" not in code
+    ):
+        raise ConfigError(
+            "Nothing to vary: the script does not take the arguments of transformers' Trainer. Say"
+            " what must not change its numbers: --ranks 1,2 or '1,2 --batch {8,4}', --vary '--acc"
+            " {1,2} --batch {8,4}', --vary --gc."
+        )
+    fixed = Path(given.get("deepspeed", ""))
+    numbers = re.compile(rf'"(train_\w*batch_size\w*|{STEPS})"\s*:\s*\d')
+    if fixed.is_file() and numbers.search(fixed.read_text(errors="replace")):
+        raise ConfigError(
+            f'{fixed}: its batch sizes are numbers, which the arguments cannot vary. Write "auto"'
+            " there."
+        )
+    size, count = int(batch), int(steps)
+    rows = [(ranks, size, count, False), (ranks, size, count, True)]
+    rows += [(ranks, size // 2, 2 * count, False)] if size % 2 == 0 else []
+    rows += (
+        [(1, size * ranks, count, False)]
+        if ranks > 1
+        else [(2, size // 2, count, False)]
+        if size % 2 == 0
+        else []
+    )
+    counts, *values = (",".join(map(str, column)) for column in zip(*rows))
+    return " ".join(
+        [
+            counts,
+            *(f"--{name} {{{each}}}" for name, each in zip((BATCH, STEPS, CHECKPOINTING), values)),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Configuration:
+    labels: tuple[str, ...]
+    script: Script
+
+
+@dataclass
+class Consistency:
+    """``groups``: configurations that agree, by their places; ``differences``: of two first ones of
+    groups;
+    ``unchecked``: why others could not be checked."""
+
+    labels: Sequence[Sequence[str]]
+    groups: list[list[int]] = field(default_factory=list)
+    agreements: dict[tuple[int, int], Location] = field(default_factory=dict)
+    differences: dict[tuple[int, int], Location] = field(default_factory=dict)
+    unchecked: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.differences else 3 if self.unchecked or not self.agreements else 0
+
+    @property
+    def verdict(self) -> str:
+        return {0: "agrees", 1: "contradicts itself"}.get(self.exit_code, "inconclusive")
+
+    def judgement(self) -> str:
+        """Return the answer about one side of a comparison, without its name."""
+        verdict = {0: "is consistent with itself", 1: "contradicts itself"}.get(
+            self.exit_code, "could not be judged"
+        )
+        return f"{verdict}: {self.sentence()}"
+
+    def name(self, members: Sequence[int]) -> str:
+        """Name a group by what it alone has, else by all that its members have in common."""
+        rest = [at for at in range(len(self.labels)) if at not in members]
+        places = [
+            place
+            for place in range(len(self.labels[0]))
+            if len({self.labels[at][place] for at in members}) == 1
+        ]
+        shared = [self.labels[members[0]][place] for place in places]
+        own = [
+            label
+            for label, place in zip(shared, places)
+            if all(self.labels[at][place] != label for at in rest)
+        ]
+        varied = [
+            label
+            for label, place in zip(shared, places)
+            if len({each[place] for each in self.labels}) > 1
+        ]
+        return " ".join(dict.fromkeys(own or varied)) or f"the {len(members)} others"
+
+    def sentence(self) -> str:
+        texts = list(
+            dict.fromkeys(f"{text} agree" for group in self.groups for text in self._varied(group))
+        )
+        pairs = [
+            " and ".join(self.name(self._group(each)) for each in pair) for pair in self.differences
+        ]
+        texts += (
+            [f"{pairs[0]} differ: {self.words(*next(iter(self.differences)))}"] if pairs else []
+        )
+        texts += [f"so do {', '.join(pairs[1:])}"] if pairs[1:] else []
+        sizes = sorted(map(len, self.groups))
+        if self.differences and len(sizes) > 1 and sizes[-1] > max(1, sizes[-2]):
+            odd = [self.name(group) for group in self.groups if len(group) < sizes[-1]]
+            texts.append(
+                f"{' and '.join(odd)} {'are the odd ones' if odd[1:] else 'is the odd one'} out"
+            )
+        texts += [
+            f"{self.name([at])} could not be checked: {why}" for at, why in self.unchecked.items()
+        ]
+        return "; ".join(texts)
+
+    def _group(self, member: int) -> list[int]:
+        return next(group for group in self.groups if member in group)
+
+    def _varied(self, group: Sequence[int]) -> Iterator[str]:
+        if len(group) > 1:
+            lists = [
+                dict.fromkeys(self.labels[at][place] for at in group)
+                for place in range(len(self.labels[0]))
+            ]
+            yield "; ".join(dict.fromkeys(" and ".join(each) for each in lists if len(each) > 1))
+
+    def words(self, one: int, other: int) -> str:
+        """Return where two differ; neither is called good."""
+        name, theirs = (self.name(self._group(each)) for each in (one, other))
+        text = re.sub(
+            r"what they should( be)?\b",
+            lambda _: f"those with {name}",
+            self.differences[one, other].sentence(),
+        )
+        text = re.sub(
+            r"what it should( be)?\b|the good side's(?! \w)", lambda _: f"that with {name}", text
+        )
+        for side, called in (("good side", name), ("bad side", theirs)):
+            text = text.replace(f"the {side}", called).replace(side, called)
+        return text
+
+
+def group(
+    labels: Sequence[Sequence[str]],
+    compare: Callable[[int, int], tuple[Location, str]],
+    problem: Callable[[int], str],
+) -> Consistency:
+    """Sort configurations into groups that agree. ``compare``: returns the difference, and why it
+    is there by design;
+    ``problem``: returns why one made no step."""
+    found = Consistency(labels)
+    for at in range(len(labels)):
+        if why := problem(at):
+            found.unchecked[at] = why
+            continue
+        differences: dict[tuple[int, int], Location] = {}
+        for members in found.groups:
+            location, why = compare(members[0], at)
+            why = location.reason if location.verdict == "inconclusive" else why
+            if why and not differences:
+                found.unchecked[at] = why
+                break
+            if location.verdict == "agrees":
+                found.agreements[members[0], at] = location
+                members.append(at)
+                break
+            if not why:
+                differences[members[0], at] = location
+        else:
+            found.groups.append([at])
+            found.differences |= differences
+    return found
+
+
+def check(
+    runner: CellRunner, chosen: Sequence[Configuration], stack: Stack, window: Window
+) -> tuple[Consistency, list[Traced | None]]:
+    """Launch the configurations on one stack, and compare them. Raises Stopped."""
+    runs: list[Traced | None] = []
+    leaders: dict[int, GoodSide] = {}
+
+    def problem(at: int) -> str:
+        try:
+            run = traced(runner, chosen[at].script, stack, window)
+        except MeasureError as error:
+            runs.append(None)
+            return str(error)
+        runs.append(run)
+        return (
+            ""
+            if run.trace.steps and not run.problem
+            else run.problem or "it ended without a step. Does it train?"
+        )
+
+    def compare(one: int, other: int) -> tuple[Location, str]:
+        good = leaders[one] = leaders.get(one) or GoodSide(
+            runner, chosen[one].script, stack, window
+        )
+        run = runs[other]
+        assert run is not None
+        location = good.locate(run.trace)
+        noise = [each.trace for each in good.noise]
+        return location, (
+            by_design(location, good.run.trace, run.trace, noise)
+            if location.verdict == "differs"
+            else ""
+        )
+
+    return group([each.labels for each in chosen], compare, problem), runs
+
+
+def to_json(found: Consistency, runs: Sequence[Traced | None]) -> dict[str, Any]:
+    pairs = {**found.agreements, **found.differences}
+    compared = [
+        {"configurations": list(pair), "location": each.to_json()} for pair, each in pairs.items()
+    ]
+    return {
+        "schema": 1,
+        "verdict": found.verdict,
+        "sentence": found.sentence(),
+        "groups": found.groups,
+        "compared": compared,
+        "not_checked": {str(at): why for at, why in found.unchecked.items()},
+        "configurations": [
+            {"labels": list(labels), **(run.to_json() if run else {})}
+            for labels, run in zip_longest(found.labels, runs)
+        ],
+    }
+
+
+def describe(found: Consistency, runs: Sequence[Traced | None]) -> Iterator[str]:
+    """Yield the answer first, then what supports it, as lines for a terminal."""
+    yield f"{found.verdict}: {found.sentence()}"
+    if found.differences:
+        yield "  no side is trusted: one of them is wrong, or both are"
+    for (one, other), location in {**found.agreements, **found.differences}.items():
+        coverage, result = location.coverage, "agree" if location.verdict == "agrees" else "differ"
+        counts = (
+            (coverage.aligned, "tensor"),
+            (coverage.steps, "step"),
+            (coverage.shared, "shared sample"),
+        )
+        text = ", ".join(counted(*each) for each in counts)
+        text += (
+            f"; off by at most {short(location.largest)} of the tolerance"
+            if location.largest
+            else ""
+        )
+        yield f"  {one + 1} and {other + 1} {result}: {text}"
+        yield from (f"    also: {text}" for text in location.also)
+    for at, run in enumerate(runs):
+        where = (
+            f"{run.script.command.shown} on stack {run.stack.name}; what ran: {run.trace.strategy}"
+            if run
+            else ""
+        )
+        yield f"  {at + 1}: {where or 'did not run'}"
+
+
+# -- searches
+
+
+class ConsistencyProber(TraceRunner, ScriptProber):
+    """The failure is that the script contradicts itself. ``given``: the options that say what
+    varies."""
+
+    def __init__(
+        self,
+        chosen: Sequence[Configuration],
+        given: list[str],
+        window: Window,
+        say: Say,
+        stop: threading.Event,
+    ) -> None:
+        self.chosen, self.given, self.window = chosen, given, window
+        script = chosen[0].script
+        failure = replace(script.failure, text="the script contradicts itself")
+        super().__init__(replace(script, trace=window.variables(), failure=failure), say, stop)
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """The failure needs no end of a search."""
+
+    def command(self, spec: str, variant: str) -> list[str]:
+        return self.words(
+            ["repro", "consistency"], [f"stack={spec}", *self.given, *self.window.words()]
+        )
+
+    def measure(self, request: Any, stack: Stack, *words: Any, **named: Any) -> Any:
+        self.stack = stack
+        return super().measure(request, stack, *words, **named)
+
+    def answer(self, document: Document, variant: str) -> Answer:
+        answer = super().answer(document, variant)
+        if answer.label != PASSED:
+            return answer
+        found, _ = check(self, self.chosen, self.stack, self.window)
+        detail, labels = found.sentence(), {0: PASSED, 1: REPRODUCED}
+        return replace(
+            answer,
+            label=labels.get(found.exit_code),
+            detail=detail,
+            counted=1,
+            failure=detail * bool(found.differences),
+            reproductions=int(found.exit_code == 1),
+        )

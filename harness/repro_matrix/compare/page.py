@@ -1,0 +1,55 @@
+"""A comparison of two trainings as one self-contained page: steps across, modules down, where it
+turns red."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from repro_matrix.report.render import environment, policy
+from repro_matrix.traces.location import short
+
+CSS = """
+.grid th[scope=row] { font: 12.5px/1.45 ui-monospace, monospace; padding: 0 1rem 0 0; }
+.grid th[scope=row] { overflow-wrap: anywhere; } .grid td.s { min-width: 4.5rem; }
+.grid thead { top: 0; } body:has(#only:checked) .inside { display: none; }
+#only { flex: none; } .wide { overflow-x: auto; }
+"""
+
+
+def render(
+    found: Mapping[str, Any], grid: Mapping[str, Any], lines: Sequence[str], command: str
+) -> str:
+    """Return the page. ``found``: Comparison.to_json(); ``grid``: of repro_matrix.traces;
+    ``lines``: the answer as a terminal shows it."""
+    css = (Path(__file__).parent / "templates" / "page.css").read_text(encoding="utf-8") + CSS
+    rows = [_row(row) for row in grid["rows"]]
+    return (
+        environment()
+        .get_template("comparison.html")
+        .render(
+            title=f"Where the numbers differ: {found['bad']['command']}",
+            found=found,
+            lines=lines,
+            grid={**grid, "rows": rows},
+            outside=sum(row["outside"] for row in rows),
+            command=command,
+            css=Markup(css),
+            policy=policy(css, ""),
+        )
+    )
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    cells = [
+        {"text": "" if part is None else short(part), "outside": part is not None and not part <= 1}
+        for part in row["cells"]
+    ]
+    return {
+        "module": row["module"],
+        "cells": cells,
+        "outside": any(cell["outside"] for cell in cells),
+    }

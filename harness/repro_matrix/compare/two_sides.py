@@ -1,0 +1,363 @@
+"""Compare the numbers of two trainings of users' scripts: two stacks, numbers of ranks, sets of
+arguments or scripts.
+
+Each side is launched once with a trace (launch/worker/tracer), and the good one again with noise of
+one unit of rounding, which measures the tolerance of every tensor (repro_matrix.traces). Runs are
+stored like those of `repro run ./train.py`, with their traces beside them, and none is repeated.
+``NumbersProber`` asks the same question at each probe of a bisection.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.config.schema import VARIANT
+from repro_matrix.config.vocabulary import RELEVANT
+from repro_matrix.environment.stacks import Stack, differences
+from repro_matrix.errors import MeasureError
+from repro_matrix.records.document import Document, Made
+from repro_matrix.results import runs
+from repro_matrix.runner.adhoc_case import Script
+from repro_matrix.runner.session import Request
+from repro_matrix.runner.tracing import NOISE
+from repro_matrix.search.prober import (
+    OTHER_SIZE,
+    PASSED,
+    REPRODUCED,
+    Answer,
+    CellRunner,
+    SameResult,
+    Say,
+    Target,
+)
+from repro_matrix.search.script_prober import ScriptProber
+from repro_matrix.text import counted, first_line
+from repro_matrix.traces.comparison import grid, locate
+from repro_matrix.traces.location import Location
+from repro_matrix.traces.reader import Trace, read
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps that are traced."""
+
+    steps: int = 3
+    first: int = 0
+
+    def variables(self, noise: int | None = None) -> dict[str, str]:
+        """Return the tracer's variables; after the window it ends the script. ``noise``: the seed
+        of its signs."""
+        found = {
+            "REPRO_TRACE_STEPS": str(self.steps),
+            "REPRO_TRACE_FROM": str(self.first),
+            "REPRO_TRACE_STOP": "1",
+        }
+        return {**found, **({} if noise is None else {"REPRO_TRACE_NOISE": str(noise)})}
+
+    def words(self) -> list[str]:
+        """Return the options that differ from the usual ones."""
+        options = {"--steps": (self.steps, 3), "--from-step": (self.first, 0)}
+        return [
+            word
+            for name, (value, usual) in options.items()
+            if value != usual
+            for word in (name, str(value))
+        ]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One traced run. ``launched``: now; else it was stored."""
+
+    script: Script
+    stack: Stack
+    made: Made
+    trace: Trace
+    document: Path
+    launched: bool
+
+    @property
+    def problem(self) -> str:
+        """Return how the script failed, why it has no trace, or nothing."""
+        outcome, logs = (
+            self.made["outcome"],
+            (rank["log_tail"] for rank in self.made["observation"]["ranks"]),
+        )
+        if outcome["outcome"] != "passed":
+            return first_line(outcome["reason"])
+        return next(
+            (
+                found[0]
+                for log in logs
+                if (found := re.search(r"no trace of this process: .*", log))
+            ),
+            "",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "command": self.script.command.shown,
+            "ranks": self.script.command.nproc,
+            "stack": self.stack.name,
+            "versions": dict(self.stack.versions),
+            "outcome": self.made["outcome"]["outcome"],
+            "problem": self.problem,
+            "document": str(self.document),
+            "trace": str(self.trace.folder),
+            "launched": self.launched,
+        }
+
+
+def traced(
+    runner: CellRunner, script: Script, stack: Stack, window: Window, noise: int | None = None
+) -> Traced:
+    """Launch a script with a trace, or read what is stored. Raises Stopped, and MeasureError where
+    nothing ran."""
+    script = replace(script, trace=window.variables(noise))
+    request, kind = script.request(), "" if noise is None else f", rounding noise {noise}"
+    starting = f"running {script.command.shown} on stack {stack.name}{kind}"
+    document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
+    trace, variant = _stored_trace(document, request), document["variants"][VARIANT]
+    if trace is None:
+        reason = variant["skipped"] or variant["attempts"][0]["outcome"]["reason"]
+        raise MeasureError(f"{script.command.shown} on stack {stack.name}: {reason}")
+    made = variant["attempts"][0]
+    return Traced(script, stack, made, trace, path, launched > 0)
+
+
+def _stored_trace(document: Document, request: Request) -> Trace | None:
+    made = document["variants"][VARIANT]["attempts"]  # none: it was skipped
+    stored = made and made[0]["observation"].get("trace")
+    return read(runs.results_folder(request.settings) / stored["folder"]) if stored else None
+
+
+class TraceRunner(CellRunner):
+    """Measure again what is stored where its trace was removed, or the code that ran was edited."""
+
+    def measure(
+        self,
+        request: Request,
+        stack: Stack,
+        variants: Sequence[str],
+        repeat: int,
+        starting: str = "",
+    ) -> tuple[Document, Path, int]:
+        document, path, launched = super().measure(request, stack, variants, repeat, starting)
+        trace = None if launched else _stored_trace(document, request)
+        if trace is None or (trace.folder.is_dir() and not trace.is_outdated):
+            return document, path, launched
+        path.unlink()
+        return super().measure(request, stack, variants, repeat, starting)
+
+
+class GoodSide:
+    """The good side, and its runs with noise. Raises Stopped, and MeasureError where it did not
+    train."""
+
+    def __init__(self, runner: CellRunner, script: Script, stack: Stack, window: Window) -> None:
+        self.run = traced(runner, script, stack, window)
+        if not self.run.trace.steps:
+            problem = (
+                self.run.problem
+                or "it ended by itself. Does it train? Is --from-step beyond its last step?"
+            )
+            raise MeasureError(
+                f"{script.command.shown} on stack {stack.name} made no traced step: {problem}"
+            )
+        self.noise = [
+            self._noise(runner, script, stack, window, seed) for seed in range(1, NOISE + 1)
+        ]
+
+    def _noise(
+        self, runner: CellRunner, script: Script, stack: Stack, window: Window, seed: int
+    ) -> Traced:
+        """Return a run with noise: started with torchrun where a forked one does not end as the run
+        without noise."""
+        run = traced(runner, script, stack, window, seed)
+        forked = run.made["observation"]["attempt"]["launcher"] == "forkserver"
+        if forked and (run.problem, len(run.trace.steps)) != (
+            self.run.problem,
+            len(self.run.trace.steps),
+        ):
+            run.document.unlink()
+            return traced(runner, replace(script, forks=False), stack, window, seed)
+        return run
+
+    def locate(self, bad: Trace) -> Location:
+        return locate(self.run.trace, bad, [each.trace for each in self.noise])
+
+    def grid(self, bad: Trace) -> dict[str, Any]:
+        """Return steps across, modules down (traces.comparison.grid)."""
+        return grid(self.run.trace, bad, [each.trace for each in self.noise])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    location: Location
+    good: GoodSide
+    bad: Traced
+
+    @property
+    def exit_code(self) -> int:
+        return {"agrees": 0, "differs": 1}.get(self.location.verdict, 3)
+
+    def to_json(self) -> dict[str, Any]:
+        location, good = self.location, self.good
+        changed = differences(good.run.stack.versions, self.bad.stack.versions)
+        return {
+            "schema": 1,
+            "verdict": location.verdict,
+            "sentence": location.sentence(),
+            "location": location.to_json(),
+            "good": good.run.to_json(),
+            "bad": self.bad.to_json(),
+            "noise": [each.to_json() for each in good.noise],
+            "versions": {name: list(pair) for name, pair in changed.items()},
+        }
+
+
+def compare(
+    runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window
+) -> Comparison:
+    """Launch both sides and the noise runs of the good one."""
+    trusted, other = GoodSide(runner, *good, window), traced(runner, *bad, window)
+    return Comparison(trusted.locate(other.trace), trusted, other)
+
+
+# -- as lines for a terminal
+
+
+def describe(found: Comparison) -> Iterator[str]:
+    """Yield the answer first, then what supports it."""
+    location, coverage = found.location, found.location.coverage
+    why = (
+        f" ({found.bad.problem})"
+        if location.verdict == "inconclusive" and found.bad.problem
+        else ""
+    )
+    yield f"{location.sentence()}{why}"
+    if coverage.seldom[0] and location.verdict == "agrees":
+        yield (
+            "  some parameters are updated less often than others, as of a second optimizer:"
+            " --steps N compares more"
+        )
+    if location.last_agreeing:
+        yield f"  the last that agrees: {location.last_agreeing}"
+    yield from (f"  also: {text}" for text in location.also)
+    stages = ", ".join(f"{name} {count}" for name, count in coverage.stages.items())
+    yield f"  compared: {counted(coverage.aligned, 'tensor')}" + (f" ({stages})" if stages else "")
+    if coverage.not_compared:
+        yield f"  not compared: {coverage.not_compared} without a counterpart or of other shapes"
+    alone = {"good": coverage.only_good, "bad": coverage.only_bad}
+    yield f"  samples: {coverage.shared} on both sides" + "".join(
+        f", {count} only on the {name} side" for name, count in alone.items() if count
+    )
+    for name, side, strategy in (
+        ("good", found.good.run, coverage.good),
+        ("bad", found.bad, coverage.bad),
+    ):
+        yield (
+            f"  {name}: {side.script.command.shown} on stack {side.stack.name}; what ran:"
+            f" {strategy or 'unknown'}"
+        )
+        if side.problem:
+            yield f"    it did not end well: {side.problem}"
+    changed = differences(found.good.run.stack.versions, found.bad.stack.versions)
+    pairs = [
+        f"{name} {one or 'absent'} -> {other or 'absent'}"
+        for name, (one, other) in changed.items()
+        if name in RELEVANT or (one and other)
+    ]
+    rest = (
+        f"; {counted(len(changed) - len(pairs), 'other package')} on one side only"
+        if len(changed) > len(pairs)
+        else ""
+    )
+    yield "  versions: " + (", ".join(pairs) or "the same on both sides") + rest
+    yield from (f"  note: {text}" for text in coverage.notes)
+
+
+# -- bisections
+
+
+class NumbersProber(TraceRunner, ScriptProber):
+    """The failure is a difference from the good end that rounding does not explain: with a bad end,
+    at the place where that one first differs and of the same size. Another place or size is another
+    failure."""
+
+    def __init__(self, script: Script, window: Window, say: Say, stop: threading.Event) -> None:
+        self.window = window
+        self.wanted: Location | None = None  # of the bad end
+        self._found: list[Location] = []  # one of each size at each place
+        super().__init__(replace(script, trace=window.variables()), say, stop)
+
+    def measure_good(self, good: Target) -> None:
+        """Trace the good end, also with noise."""
+        self.good = GoodSide(self, self.script, self.resolve(good), self.window)
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """Trace the good end, and define the failure by the bad end."""
+        self.measure_good(good)
+        other = traced(self, self.script, self.resolve(bad), self.window)
+        self.ends = {good.name: self.good.run.stack, bad.name: other.stack}
+        found = self.good.locate(other.trace)
+        if found.verdict == "inconclusive":
+            why = f" ({other.problem})" if other.problem else ""
+            raise MeasureError(
+                f"{bad.name} cannot be compared with {good.name}: {found.reason}{why}"
+            )
+        if found.verdict == "agrees":
+            raise SameResult(
+                f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}:"
+                f" {found.sentence()}. --steps N compares more. They may also depend on:"
+            )
+        self.wanted, self._found = found, [found]
+        self.place = {**found.to_json(), "sentence": found.sentence()}
+        self.use(
+            replace(self.script.failure, text=f"the numbers differ: {found.stage}, {found.place}")
+        )
+        self.say(f"{bad.name} differs from {good.name}: {found.sentence()}")
+
+    def command(self, spec: str, variant: str) -> list[str]:
+        """Return the `repro compare` command of the good end and a stack."""
+        good = self.good.run.stack.name
+        if spec == good:
+            return super().command(spec, variant)
+        return self.words(
+            ["repro", "compare"], ["--good", good, "--bad", spec, *self.window.words()]
+        )
+
+    def answer(self, document: Document, variant: str) -> Answer:
+        answer = super().answer(document, variant)
+        trace = _stored_trace(document, self.request)
+        if trace is None:
+            return answer
+        found = self.good.locate(trace)
+        detail, wanted = found.sentence(), self.wanted
+        if answer.label == PASSED:
+            answer = replace(
+                answer, label=PASSED if found.verdict == "agrees" else None, detail=detail
+            )
+        elif wanted is None:
+            return answer
+        if found.verdict != "differs":
+            return answer
+        first = next((each for each in self._found if found.repeats(each)), found)
+        self._found += [found] if first is found else []
+        if wanted in (None, first):
+            return replace(
+                answer,
+                label=REPRODUCED,
+                detail=detail,
+                reproductions=1,
+                counted=1,
+                failure=first.failure,
+            )
+        if wanted and (found.stage, found.place) == (wanted.stage, wanted.place):
+            return replace(answer, label=f"{OTHER_SIZE}: {first.failure}", detail=detail)
+        return answer

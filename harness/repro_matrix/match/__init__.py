@@ -1,0 +1,1 @@
+"""Find known failures in training logs."""

@@ -1,0 +1,185 @@
+"""What the lines of a log are asked for, by their words: most lines have none, and are asked for
+nothing. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from repro_matrix.config.failure_rules import FailureRule, rules, words_of
+from repro_matrix.config.schema import Case, Signature
+from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
+from repro_matrix.grading.tracebacks import HEADER
+from repro_matrix.match.collectives import WORDS as WAIT_WORDS
+
+DIGITS = b"0123456789"
+MAX_TOKENS = 100_000  # that are remembered
+# What reads a line with one of these words. Words in lower case count in any letters.
+_READERS = {
+    "errors": (
+        HEADER.lower(),
+        '", line ',
+        "❱",
+        "frame #",
+        "in thread",
+        "process-",
+        "-- process",
+        "[c10d]",
+        "[w ",
+        "above exception",
+        "fatal python error",
+        "Error",
+        "Exception",
+        "Expired",
+        "Exit",
+        "Fault",
+        "error.",
+        "errors.",
+        "exception.",
+        "exceptions.",
+        "exc.",
+    ),
+    "summary": ("root cause", "rank    ", "exitcode"),
+    "ends": (
+        "exitcode",
+        "exit code",
+        "exit_",
+        "exit status",
+        "exited with",
+        "returncode",
+        "return code",
+        "signal",
+        "wtermsig",
+        ", status=",
+    ),
+    "waits": WAIT_WORDS,
+    "world": ("world_size", "world size", "environment variable for each process"),
+    "versions": (*UPSTREAM, *TRAINERS),
+    "done": (
+        "train_runtime",
+        "training ",
+        "done",
+        "finished",
+        "completed",
+        "exits successfully",
+        ".fit` stopped",
+        "exit code",
+        "will restart worker group",
+    ),
+}
+_STATES = re.compile(r"(?i)error|exception|fail")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What lines with certain words are asked for."""
+
+    readers: list[str]
+    patterns: list[str]
+    messages: list[tuple[Signature, str]]
+    rules: list[FailureRule]
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether of two lines that differ in their digits only, or in the lines before them, one
+        may show more."""
+        texts = [
+            *self.patterns,
+            *(text for _, text in self.messages),
+            *(rule.text for rule in self.rules),
+        ]
+        digits = any(re.search(r"\d", re.sub(r"\{\d*,?\d*\}", "", text)) for text in texts)
+        return digits or not {"summary", "waits"}.isdisjoint(self.readers)
+
+    def message_in(self, text: str) -> tuple[Signature, str] | None:
+        """Return the exception whose message a line holds, outside of a traceback, and the message.
+        A text that has other causes, too, must stand at the line's beginning, or after what says
+        that it is an error."""
+        for signature, pattern in self.messages:
+            found = re.search(pattern, text)
+            if found and (
+                not signature.ambiguous_with
+                or _STATES.search(text, 0, found.start())
+                or not re.search(r"\w", text[: found.start()])
+            ):
+                return signature, text[found.start() :]
+        return None
+
+
+class Catalogue:
+    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom
+    a backend."""
+
+    def __init__(self, cases: Mapping[str, Case]) -> None:
+        self.cases = list(cases.values())
+        self.simulated = {case.slug for case in self.cases if case.simulated}
+        every = [(case, signature) for case in self.cases for signature in case.signatures]
+        self.remarks = [item for item in every if item[1].kind == "log"]
+        self.failures = [
+            (case, _lenient(s)) for case, s in every if s.kind in ("exception", "signal")
+        ]
+        patterns = {s.message for _, s in self.remarks}
+        patterns |= {s.ambiguous_with.ruled_out_by for _, s in every if s.ambiguous_with}
+        messages = [
+            (s, text)
+            for _, s in self.failures
+            for text in (s.message, *s.messages.values())
+            if text
+        ]
+        wanted: list[tuple[str, Any, Iterable[str]]] = [
+            *(("readers", reader, words) for reader, words in _READERS.items()),
+            *(("patterns", text, words_of(text)) for text in filter(None, patterns)),
+            *(("messages", message, words_of(message[1])) for message in messages),
+            *(("rules", rule, rule.words) for rule in rules().values() if rule.place == "any_line"),
+        ]
+        self._wanted = [(kind, what) for kind, what, _ in wanted]
+        self.words: dict[bytes, list[int]] = {}
+        for at, (_, _, words) in enumerate(wanted):
+            for word in words:
+                self.words.setdefault(word.encode().translate(None, DIGITS), []).append(at)
+        # Only the words whose longest part the log has, and few logs have many, are looked for in
+        # its lines.
+        self._parts: dict[bytes, list[bytes]] = {}
+        for each in self.words:
+            self._parts.setdefault(max(each.split(), key=len), []).append(each)
+        self._present, self._tokens = list[bytes](), set[bytes]()
+        self._asked: dict[tuple[bytes, ...], Asked | None] = {(): None}
+
+    def ask(self, shapes: set[bytes]) -> dict[bytes, Asked | None]:
+        """Return what lines without their digits are asked for; None without a word."""
+        text = b"\n".join(shapes)
+        text += b"\n" + text.lower()
+        tokens = set(text.split())
+        new = b" ".join(tokens - self._tokens)
+        self._tokens = tokens if len(self._tokens) > MAX_TOKENS else self._tokens | tokens
+        for part in [part for part in self._parts if part in new]:
+            self._present += self._parts.pop(part)
+        words = [word for word in self._present if word in text]
+        return {
+            shape: self._of(tuple(word for word in words if word in shape.lower() or word in shape))
+            for shape in shapes
+        }
+
+    def _of(self, words: tuple[bytes, ...]) -> Asked | None:
+        if words not in self._asked:
+            asked = [
+                self._wanted[at] for at in sorted({at for word in words for at in self.words[word]})
+            ]
+            kinds = ("readers", "patterns", "messages", "rules")
+            self._asked[words] = Asked(
+                *([what for each, what in asked if each == kind] for kind in kinds)
+            )
+        return self._asked[words]
+
+
+def _lenient(signature: Signature) -> Signature:
+    """Return a signature for any rank, whose message also counts in other letters, and without the
+    backticks that Markdown eats."""
+    lenient = {
+        "ranks": "any",
+        "message": signature.message and "(?i)" + signature.message.replace("`", "`?"),
+    }
+    return signature.model_copy(update=lenient)

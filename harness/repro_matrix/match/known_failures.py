@@ -1,0 +1,496 @@
+"""What a log shows -> which known failures it is, by the signatures that grade an attempt. Pure.
+
+Every error becomes what a rank would have recorded, in the order of the log, so that grading
+decides what matches (signature.py) and which errors only follow from another rank's
+(root_cause.py). A signature is *recognized* where all that it requires is in the log. It is
+*possible* where nothing in the log contradicts and something is missing: what was cut off, or the
+way to tell it from another cause (a signature's ``ambiguous_with``; two cases that show the same).
+What is no case is classified by config/failure_rules.yaml, and a collective that timed out by
+collectives.py. Numbers that are wrong without an error are in no log.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
+from repro_matrix.config.schema import AmbiguousWith, Signature
+from repro_matrix.grading.observation import in_package, module_names
+from repro_matrix.grading.root_cause import find_failures
+from repro_matrix.grading.signature import match_attempt
+from repro_matrix.grading.tracebacks import Error, without_time
+from repro_matrix.match.collectives import Hang, cases_like, hang_of
+from repro_matrix.match.errors import as_attempt, located, module_of, raised_by
+from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.scan import Finding, Note, Progress, Scanned
+
+# Errors of launchers and drivers, that only say that some process of theirs failed.
+_LAUNCHERS = re.compile(
+    r"(?:[\w.]+\.)?(ChildFailedError|CalledProcessError|ProcessRaisedException"
+    r"|ProcessExitedException|RayTaskError(\(.*\))?|RayActorError|ActorDiedError"
+    r"|WorkerCrashedError|TrainingFailedError|SignalException|TuneError|SystemExit)"
+)
+# What may stand before a warning's text: a logger's format.
+_BEFORE = re.compile(
+    r"\[[\w.]+\] |"  # transformers 5: the package
+    r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
+    r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
+)
+# Messages of the interpreter, which any program can cause: without a traceback they tell nothing.
+_PYTHON = re.compile(
+    r"list index out of range|object has no attribute|object is not"
+    r" (?:subscriptable|callable|iterable)"
+)
+_QUOTED = re.compile(r"[\"'`](?:[\w.]+: )?$")  # before words of another error
+FEW_STEPS = 2  # that the other ranks still make, where no label tells them apart
+_AMBIGUOUS = "it may as well be"
+_MIXED = "lines of several tracebacks stand among each other"
+_MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
+
+
+@dataclass(frozen=True)
+class Known:
+    """A signature that an error (or a line) of the log shows. ``missing``: why it is only
+    possible."""
+
+    case: str
+    signature: str
+    line: int
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One error of the log, with the known failures that it is, or may be."""
+
+    error: Error
+    known: tuple[Known, ...] = ()
+    perhaps: tuple[Known, ...] = ()
+    echo: bool = False  # it only follows from another process's failure
+
+    @property
+    def line(self) -> int:
+        return self.error.line
+
+    @cached_property
+    def rule(self) -> FailureRule | None:
+        """The kind of failure that its message shows; only of a launcher's how a process ended."""
+        error = self.error
+        text = (
+            f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}"
+        )
+        rule = rule_of(
+            text,
+            [each for each in rules().values() if not each.library or _refuses(each, error, text)],
+        )
+        only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
+        return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
+
+    @property
+    def kind(self) -> str:
+        """The name of that rule, where the failure is no case."""
+        return self.rule.name if self.rule and not (self.known or self.perhaps) else ""
+
+
+@dataclass
+class Answer:
+    failures: list[Failure] = field(default_factory=list)  # the first cause first, echoes last
+    remarks: list[Known] = field(default_factory=list)  # warnings that are a known failure's
+    evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
+    hang: Hang | None = None
+    like: list[str] = field(
+        default_factory=list
+    )  # known hangs whose ranks wait in the same kinds of collectives
+    findings: list[Finding] = field(
+        default_factory=list
+    )  # other lines: causes, then how processes ended, then peers
+    recovered: list[Failure | Finding] = field(
+        default_factory=list
+    )  # training went on after them, and none ended it
+
+    @property
+    def names(self) -> list[str]:
+        """The recognized cases, the first cause's first."""
+        every = [*(known for failure in self.failures for known in failure.known), *self.remarks]
+        return list(dict.fromkeys(known.case for known in every))
+
+    @property
+    def causes(self) -> list[Failure]:
+        return [failure for failure in self.failures if not failure.echo]
+
+    @property
+    def leading(self) -> list[Failure | Finding | Hang]:
+        """The errors and lines that show a cause, the first one first. What is general ("NCCL
+        failed") comes after what another one says, also after a collective that timed out; a line
+        comes after an error. So does what nobody explains, where a refusal was raised while it was
+        handled."""
+        refused = {each.error.after for each in self.causes if each.rule and each.rule.library}
+        shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
+        return sorted(
+            [
+                *(each for each in self.causes if each.error.type),
+                *shown,
+                *([self.hang] if self.hang else []),
+            ],
+            key=lambda each: (
+                _is_general(each),
+                isinstance(each, Hang),
+                isinstance(each, Finding),
+                not each.kind and each.line in refused,
+                each.line,
+            ),
+        )
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of failures that are no case, the first cause's first."""
+        every = [*self.leading, *self.causes, *self.findings, *self.failures]
+        return list(dict.fromkeys(each.kind for each in every if each.kind))
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
+
+
+def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
+    """Whether the library of a rule, and no other code, raised an error in its words, and not only
+    quotes them."""
+    found = re.search(rule.text, text)
+    return bool(
+        found and not _QUOTED.search(text, 0, found.start()) and raised_by(error, rule.packages)
+    )
+
+
+def _is_general(each: Failure | Finding | Hang) -> bool:
+    return each.kind in rules() and rules()[each.kind].general
+
+
+def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
+    """Return the known failures that a log shows."""
+    launchers = [
+        error
+        for error in seen.errors
+        if _LAUNCHERS.fullmatch(error.type) and "ninja" not in error.message
+    ]
+    raised = [error for error in seen.errors if error not in launchers]
+    attempt = as_attempt(raised)
+    # An error that only a lost peer explains is an echo, also where the log does not hold what it
+    # echoes.
+    primary = {failure.rank for failure in find_failures(attempt).primary if not failure.secondary}
+    found = [
+        _failure(error, catalogue, seen) if index in primary else Failure(error, echo=True)
+        for index, error in enumerate(raised)
+    ]
+    found += [Failure(error, echo=True) for error in launchers]
+    found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
+    if not any(each.error.type and not each.echo for each in found):
+        # Ranks that do not find each other raise what a lost peer raises, too.
+        found = [
+            replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause"))
+            for each in found
+        ]
+    # What was cut off before its type comes after what is known, and one line alone says nothing
+    # beside its traceback. Of mixed tracebacks it is the rest of one that is listed.
+    mixed = any(each.error.mixed and each.error.type for each in found)
+    found = [each for each in found if each.error.type or not (mixed and each.error.mixed)]
+    found = [each for each in found if not (each.error.ignored and seen.progress.complete)]
+    found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
+    framed = {
+        each.case
+        for failure in found
+        if failure.error.places
+        for each in (*failure.known, *failure.perhaps)
+    }
+    found = [
+        each
+        for each in found
+        if each.error.places or not framed & {item.case for item in each.perhaps}
+    ]
+    answer = Answer(found, hang=hang_of(seen.waits, seen.progress.since))
+    answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
+    lines = {each.line for each in found if not each.echo}
+    kinds = {each.rule.name for each in found if each.rule and not each.echo}
+    order = ["cause", "end", "peer"]
+    progress = seen.progress
+    serious = [
+        each
+        for each in seen.findings.values()
+        if not (each.warning and (progress.after(each.last) or progress.complete))
+    ]
+    answer.findings = sorted(
+        (each for each in serious if each.line not in lines and each.kind not in kinds),
+        key=lambda each: (
+            order.index(rules()[each.kind].shows),
+            each.kind == "ended-without-error",
+            each.line,
+        ),
+    )
+    later = max(_fatal_lines(answer), default=0)
+    if (hang := answer.hang) and (
+        progress.recovered(hang.last) or progress.goes_on(hang.last, later)
+    ):
+        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
+    shown = [rules()[each.kind] for each in serious if each.last > progress.overcome]
+    ended = any(rule.shows == "end" or rule.exit_codes for rule in shown)
+    crashed = answer.hang or ended or any(each.last > progress.overcome for each in launchers)
+
+    def recovered(last: int, buffered: bool = False) -> bool:
+        ends_well = not (crashed or buffered) and progress.recovered(last)
+        return last < progress.overcome or progress.goes_on(last, later) or ends_well
+
+    answer.recovered += [
+        each
+        for each in found
+        if _was_caught(each, answer.causes, progress)
+        or (
+            recovered(each.error.last, _may_be_buffered(each.error, progress))
+            and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
+        )
+    ]
+    answer.recovered += [each for each in answer.findings if recovered(each.last)]
+    answer.failures = [each for each in found if each not in answer.recovered]
+    answer.findings = [each for each in answer.findings if each not in answer.recovered]
+    for case, signature in catalogue.remarks:
+        note = next((each for each in seen.notes if _is_remark(signature, each)), None)
+        if note is not None:
+            answer.remarks.append(Known(case.slug, signature.name, note.line))
+            answer.evidence[note.line] = note.text
+    return answer
+
+
+def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
+    known: list[Known] = []
+    perhaps: list[Known] = []
+    strategies = strategies_of(error)
+    for case, signature in catalogue.failures:
+        # The same text under another strategy has another cause (grading/grade.py).
+        if strategies and not strategies & set(case.axes.strategy):
+            continue
+        ambiguous_with = signature.ambiguous_with
+        clear = not ambiguous_with or _ruled_out(ambiguous_with, error, seen)
+        missing = _missing(signature, error, clear)
+        if missing is None and clear:
+            other = _in_any_model(signature)
+            missing = _missing(other, error, clear) if other else None
+            missing = None if missing is None else (*missing, "raised in the code of another model")
+        if missing is None:
+            continue
+        if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
+            missing = (*missing, "a crash at this place may have other causes")
+        elif ambiguous_with and not clear:
+            missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
+        (perhaps if missing else known).append(
+            Known(case.slug, signature.name, error.line, missing)
+        )
+    # What has no other cause decides: it comes first.
+    ambiguous = {
+        item.case for item in perhaps if any(text.startswith(_AMBIGUOUS) for text in item.missing)
+    }
+    perhaps.sort(
+        key=lambda item: (
+            item.case in catalogue.simulated,
+            item.case in ambiguous,
+            len(item.missing),
+        )
+    )
+    names = list(dict.fromkeys(item.case for item in known))
+    if len(names) > 1:
+        perhaps[:0] = [
+            replace(
+                item,
+                missing=tuple(f"{other} shows the same" for other in names if other != item.case),
+            )
+            for item in known
+        ]
+        known = []
+    return Failure(error, tuple(known), () if known else tuple(perhaps))
+
+
+def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
+    """Return the case whose failure a rule names in another wording, or for other places."""
+    name = failure.rule.case if failure.rule and not failure.known else ""
+    case = next((each for each in catalogue.cases if each.slug == name), None)
+    strategies = strategies_of(failure.error)
+    found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
+    found = found and name not in {
+        each.case for each in failure.perhaps
+    }  # in the case's own wording
+    return (
+        (Known(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
+        if found
+        else ()
+    )
+
+
+def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:
+    """Return what the log does not show of a signature that it does not contradict; None where it
+    does.
+
+    ``clear``: no other cause is in question.
+    """
+
+    def matches(signature: Signature, error: Error) -> bool:
+        attempt = as_attempt([error])
+        return bool(
+            match_attempt(signature, attempt, find_failures(attempt), ",".join(signature.messages))
+        )
+
+    if matches(signature, error):
+        missing = [_MIXED] if error.mixed else []
+        if error.record and not matches(signature, replace(error, record=located(error.record))):
+            missing.append("its files do not lie in an installed package")
+        return tuple(missing)
+    unframed = signature.model_copy(update={"frames": []})
+    if signature.package == "torch" and error.places and clear and not signature.frames:
+        copied = signature.model_copy(update={"package": None})
+        if matches(copied, error):
+            return (
+                (
+                    f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of"
+                    " its code, or cut"
+                ),
+            )
+    if error.mixed and not signature.ambiguous_with:
+        return (_MIXED,) if matches(unframed.model_copy(update={"package": None}), error) else None
+    if (error.whole and not error.mixed) or (error.signal and not error.stack):
+        return None
+    if signature.kind == "exception" and error.record and not error.places:
+        if signature.ambiguous_with and _PYTHON.search(error.message):
+            return None
+        location = f"{signature.package}.unknown"
+        frame = {"file": "", "line": None, "function": "", "module": "", "code_location": location}
+        bare = replace(error, record={**error.record, "frames": [frame]})
+        return ("its last line alone, no traceback",) if matches(unframed, bare) else None
+    if signature.frames and matches(unframed, error) and not _in_other_model(signature, error):
+        return ("the frames that would tell are cut off",)
+    return None
+
+
+def _in_any_model(signature: Signature) -> Signature | None:
+    """Return a signature whose frames name a model of transformers, for the code of any model; None
+    for others."""
+    frames = [
+        frame.model_copy(
+            update={"module": _MODEL.sub(r"transformers\\.models\\.\\w+", frame.module)}
+        )
+        for frame in signature.frames
+    ]
+    named = any(_MODEL.search(frame.module) for frame in signature.frames)
+    return signature.model_copy(update={"frames": frames}) if named else None
+
+
+def _in_other_model(signature: Signature, error: Error) -> bool:
+    """Whether a traceback shows the code of a model, but not of one that the signature's frames
+    name."""
+    wanted = [
+        frame.module
+        for frame in signature.frames
+        if frame.module.startswith(("transformers\\.models", "transformers_m"))
+    ]
+    names = [name for place in error.places for name in module_names(place["file"])]
+    shown = [
+        name for name in names if name.startswith(("transformers.models.", "transformers_modules."))
+    ]
+    return bool(wanted and shown) and not any(
+        re.fullmatch(module, name) for module in wanted for name in shown
+    )
+
+
+_STRATEGIES = {
+    r"torch/distributed/(_composable/fsdp|fsdp/_fully_shard)/": {"fsdp2"},
+    r"torch/distributed/fsdp/(?!_fully_shard)": {"fsdp"},
+    r"torch/nn/parallel/distributed\.py": {"ddp"},
+    r"(^|/)deepspeed/(runtime|zero)/": {"zero2", "zero3"},
+}
+
+
+def strategies_of(error: Error) -> set[str]:
+    """Return the strategies whose code is in a traceback; empty where none is."""
+    files = [place["file"] for place in error.places]
+    return {
+        name
+        for code, names in _STRATEGIES.items()
+        if any(re.search(code, file) for file in files)
+        for name in names
+    }
+
+
+def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bool:
+    """Whether the error itself, or another line of the log, shows that the other cause is not what
+    happened."""
+    if ambiguous_with.ruled_out_by is None:
+        return False
+    texts = [
+        error.message,
+        *(f"{place['file']} {place['function']} {place.get('code')}" for place in error.places),
+    ]
+    return any(
+        re.search(ambiguous_with.ruled_out_by, text)
+        for text in (*texts, *(note.text for note in seen.notes))
+    )
+
+
+def _fatal_lines(answer: Answer) -> list[int]:
+    """Return the last lines of the errors and of what else shows a cause by itself."""
+    shown = [(each, rules()[each.kind]) for each in answer.findings]
+    causes = [
+        each
+        for each, rule in shown
+        if rule.shows == "cause" and rule.place == "any_line" and not rule.general
+    ]
+    return [
+        *(each.error.last for each in answer.causes if each.error.type),
+        *(each.last for each in causes),
+    ]
+
+
+def _may_be_caught(error: Error, progress: Progress) -> bool:
+    """Whether lines after an error can be its process's. Steps of another process, as their labels
+    tell, are no sign that it went on. torch writes ``[rank1]:`` before each line of an error that a
+    rank does not catch."""
+    if not error.label or error.signal:
+        return not error.signal
+    label = re.sub(r"\d+", r"\\d+", re.escape(error.label))
+    labelled = [text for _, text in progress.steps if re.match(label, without_time(text))]
+    uncaught = labelled or re.fullmatch(r"\[rank\d+\]:?", error.label)
+    return not uncaught or any(without_time(text).startswith(error.label) for text in labelled)
+
+
+def _was_caught(failure: Failure, causes: list[Failure], progress: Progress) -> bool:
+    """Whether steps of the same process stand between a refusal, or what nobody explains, and a
+    later error. Where they may come from a buffer, that error must be of the same process."""
+    error, explained = (
+        failure.error,
+        failure.known or failure.perhaps or (failure.rule and not failure.rule.library),
+    )
+    if explained or failure.echo or not error.type:
+        return False
+    later = [each.error for each in causes if each.error.type]
+    if progress.buffered(error.last):
+        later = [each for each in later if each.label == error.label != ""]
+    end = max((each.line for each in later), default=0)
+    steps = [at for at, text in progress.steps if without_time(text).startswith(error.label)]
+    return sum(error.last < at < end for at in steps) > (0 if error.label else FEW_STEPS)
+
+
+def _may_be_buffered(error: Error, progress: Progress) -> bool:
+    """Whether an error may have ended the steps that stand below it. Those below an import that
+    failed were made after it."""
+    return (
+        "ImportError" not in error.type
+        and "ModuleNotFound" not in error.type
+        and progress.buffered(error.last)
+    )
+
+
+def _is_remark(signature: Signature, note: Note) -> bool:
+    """Whether a line is a known failure's warning. Only a warning names the module that wrote it;
+    of other lines the text alone counts, where the line begins with it or with a logger's format
+    before it."""
+    found = re.search(signature.message or "", note.text)
+    if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
+        return False
+    modules = module_names(note.file) if note.file else ()
+    return not note.file or any(in_package(name, signature.package or "") for name in modules)

@@ -1,0 +1,193 @@
+"""What counts as the failure of a user's script: read from the command line's options, or learned
+from a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from repro_matrix.config.schema import Metric, Signature
+from repro_matrix.errors import ConfigError
+from repro_matrix.grading.failure_text import comparable_text
+from repro_matrix.grading.observation import RaisedException, raised_chain
+from repro_matrix.records.document import Made
+from repro_matrix.records.outcome import Outcome
+
+SIGNATURE = "failure"
+# --check -> the check's name, the text of its failure, and what usually helps
+CHECKS = {
+    "replicas": (
+        "replicas_equal",
+        "parameters or gradients differ between ranks",
+        (
+            "call the DDP model itself, not its .module, and reduce gradients in a step's last"
+            " backward pass: repro show ddp-module-bypass"
+        ),
+    ),
+    "finite": ("parameters_finite", "parameters or gradients are not finite", ""),
+    "data": (
+        "data_partitioned",
+        "the ranks' samples are not disjoint and complete",
+        (
+            "give each rank its part: DistributedSampler or accelerator.prepare(loader); divide an"
+            " iterable data set by rank and by worker"
+        ),
+    ),
+}
+_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
+_METRIC = re.compile(
+    r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What counts as the failure. Without signatures and metric: any failure."""
+
+    text: str = ""  # for reports
+    signatures: tuple[Signature, ...] = ()
+    log: str = ""
+    metric: Metric | None = None
+    hang_s: float | None = None
+    option: tuple[str, ...] = ()  # of the command line, to paste
+
+    @property
+    def needs_limit(self) -> bool:
+        """Whether a search has to find the metric's limit."""
+        return self.metric is not None and not self.metric.op
+
+
+# -- reading the options
+
+
+def _regex(option: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{option} {pattern!r}: not a regular expression: {error}.") from None
+    return pattern
+
+
+def _signature(**values: object) -> Signature:
+    return Signature.model_construct(name=SIGNATURE, **values)  # type: ignore[arg-type]
+
+
+def error(text: str) -> Failure:
+    """Parse ``IndexError: list index``: a type, and a regular expression for its message."""
+    kind, _, message = (part.strip() for part in text.partition(":"))
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
+        raise ConfigError(
+            f"--error {text!r}: write TYPE: REGEX, such as 'IndexError: list index' or"
+            " 'IndexError'."
+        )
+    if kind in ("Exception", "BaseException"):
+        raise ConfigError(
+            f"--error {text!r}: every error is an {kind}. Name the type that is raised."
+        )
+    pattern = _regex("--error", message) or r"\A"
+    return Failure(
+        text, (_signature(kind="exception", type=kind, message=pattern),), option=("--error", text)
+    )
+
+
+def log(text: str) -> Failure:
+    if re.search(_regex("--log", text), ""):
+        raise ConfigError(f"--log {text!r}: it matches an empty line. Write a part of the line.")
+    signature = _signature(kind="log", message=text)
+    return Failure(f"a line that matches {text!r}", (signature,), log=text, option=("--log", text))
+
+
+def with_checks(failure: Failure, checks: Sequence[str]) -> Failure:
+    """Add failed checks to what counts as the failure."""
+    signatures = tuple(_signature(kind="check", check=CHECKS[name][0]) for name in checks)
+    text = " or ".join(filter(None, (failure.text, *(CHECKS[name][1] for name in checks))))
+    option = (*failure.option, *(word for name in checks for word in ("--check", name)))
+    return replace(failure, text=text, signatures=(*failure.signatures, *signatures), option=option)
+
+
+def exit_code(code: int) -> Failure:
+    if not 1 <= code <= 255:
+        raise ConfigError(f"--exit {code}: a failing process ends with 1 to 255.")
+    text = f"exit code {code}"
+    return Failure(text, (_signature(kind="signal", signal=text),), option=("--exit", str(code)))
+
+
+def hang(seconds: float) -> Failure:
+    text = f"it has not ended after {seconds:g} s"
+    return Failure(
+        text, (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}")
+    )
+
+
+def metric(text: str) -> Failure:
+    """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search
+    compares its ends."""
+    match = _METRIC.match(text)
+    if match is None:
+        raise ConfigError(
+            f"--metric {text!r}: write NAME > NUMBER, or /REGEX WITH (A GROUP)/ > NUMBER."
+        )
+    name = match["name"]
+    if name.startswith("/"):
+        pattern = _regex("--metric", name[1:-1])
+        if re.compile(pattern).groups != 1:
+            raise ConfigError(
+                f"--metric {text!r}: the expression needs exactly one group, around the number."
+            )
+    else:
+        pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=\s]\s*{_NUMBER}(?!\w|[.,]\d)"
+    limit = 0.0
+    if match["op"]:
+        try:
+            limit = float(match["limit"])
+        except ValueError:
+            limit = math.nan  # which cannot be compared either
+        if math.isnan(limit):
+            raise ConfigError(f"--metric {text!r}: {match['limit']!r} is not a number.")
+    number = Metric.model_validate(
+        {"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit}
+    )
+    return Failure(text, metric=number, option=("--metric", text))
+
+
+def learned(outcome: Outcome, made: Made) -> Failure | None:
+    """Return exactly the failure of an attempt, so that no other failure counts as it; None without
+    a failure."""
+    primary = outcome.primary
+    if primary is None:
+        return None
+    if primary.kind != "exception":
+        return Failure(primary.type, (_signature(kind="signal", signal=primary.type),))
+    ranks = made["observation"]["ranks"]
+    record = next((rank["record"] for rank in ranks if rank["rank"] == primary.rank), None)
+    chain = raised_chain(record["exception"]) if record else []
+    return _exact_failure(chain[0]) if chain else None
+
+
+def _exact_failure(raised: RaisedException) -> Failure:
+    frame = raised.innermost
+    library = (
+        frame
+        and frame.modules
+        and frame.origin != ""
+        and (frame.origin or "site-packages" in frame.file)
+    )
+    package = frame.modules[0].partition(".")[0] if frame and library else None
+    message = normal(raised.message)
+    pattern = rf"\A\s*{re.escape(message)}" if message else r"\A\s*\Z"
+    for token, any_text in ((r"\#", r"\d+"), ("…", ".*"), ("host:port", ".*")):
+        pattern = pattern.replace(token, any_text)
+    signature = _signature(kind="exception", type=raised.type, message=pattern, package=package)
+    return Failure(f"{raised.type}: {message}", (signature,))
+
+
+def normal(message: str) -> str:
+    """Return a message's first line without its numbers: sizes and counts differ between
+    releases."""
+    return re.sub(r"\d+", "#", comparable_text(message))
+
+
+# -- the command
