@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.config import catalog
-from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import recognize
 from repro_matrix.match.scan import scan
 
@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     cases = catalog.load().cases
     began = time.process_time()
-    known = Catalogue(cases)
+    known = SignatureIndex(cases)
     prepare_s = time.process_time() - began
     rows: list[dict[str, Any]] = []
     print("| log | lines | CPU s | recognized | peak MB |\n|---|---|---|---|---|")

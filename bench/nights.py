@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.changes.history import make_run
-from repro_matrix.changes.nightly import finish
+from repro_matrix.changes.nightly import finish_night
 from repro_matrix.changes.regressions import compare_to_last_passing
 from repro_matrix.changes.sides import Side, from_row
 from repro_matrix.config import catalog
@@ -72,7 +72,7 @@ def replay_nights(nights: Sequence[Side], folder: Path) -> Json:
     codes, changes, variants = Counter[int](), list[str](), set[tuple[str, ...]]()
     for number, side in enumerate(nights):
         today = datetime.now(timezone.utc).date()
-        report = finish(f"{number:04}", [side], [folder / side.name], folder, (), today)
+        report = finish_night(f"{number:04}", [side], [folder / side.name], folder, (), today)
         codes[report.exit_code] += 1
         changes += [
             f"{report.run_id}: {c.row.key} {c.variant}: {c.kind}"

@@ -30,7 +30,7 @@ ANSWER = re.compile(r"(?<=with the command's -->\n).*?(?=\n\nIf )", re.DOTALL)
 
 def report() -> str:
     """Return the page of the published results."""
-    return load.render("html", load.load_results([BASELINE]), [BASELINE])
+    return load.render_page("html", load.load_results([BASELINE]), [BASELINE])
 
 
 def digests(page: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from repro_matrix.environment import stacks
 from repro_matrix.traces.comparison import locate
-from repro_matrix.traces.reader import read
+from repro_matrix.traces.reader import read_trace
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 FOLDER = EXAMPLES / "numbers"
@@ -77,8 +77,8 @@ def trace(chosen: dict[str, Json], folder: Path, noise: int) -> None:
 def judge(name: str, case: Json, folder: Path) -> Json:
     """Compare the traces of a case; ``right`` says whether the answer is the place that its
     upstream fix shows."""
-    noise = [read(path) for path in sorted(folder.glob(f"{name}.good.n*"))]
-    traces = {side: read(folder / f"{name}.{side}") for side in SIDES}
+    noise = [read_trace(path) for path in sorted(folder.glob(f"{name}.good.n*"))]
+    traces = {side: read_trace(folder / f"{name}.{side}") for side in SIDES}
     location = locate(traces["good"], traces["bad"], noise)
     place = case["place"]
     right = (

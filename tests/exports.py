@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from repro_matrix.authoring.export import Measured, export_variant
+from repro_matrix.authoring.export import MeasuredVariant, export_variant
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ReproError
-from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import recognize
 from repro_matrix.match.scan import scan
 
@@ -87,7 +87,7 @@ def _stack(pid: int) -> str:
     return "\n".join(re.findall(r"^ {4}(\S+) \(", found.stdout, re.M))
 
 
-def difference(stored: Measured, ranks: int, ran: Ran) -> str | None:
+def difference(stored: MeasuredVariant, ranks: int, ran: Ran) -> str | None:
     """Describe how a run differs from the stored outcome; None: it shows it."""
     outcome = stored.outcome
     tail = ran.output[-400:]
@@ -124,7 +124,7 @@ def _shows(case: Case, name: str, ran: Ran) -> bool:
         return ran.code is None and bool(ran.functions) and all(frames)
     if signature.kind == "signal":
         return f"Signal {getattr(signal, str(signature.signal)):d}" in ran.output
-    known = Catalogue(CATALOGUE.cases)
+    known = SignatureIndex(CATALOGUE.cases)
     found = recognize(scan(ran.output.split("\n"), known), known)
     return case.slug in [
         *found.names,

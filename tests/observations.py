@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from repro_matrix.config.schema import Case, Signature
-from repro_matrix.grading.observation import Attempt, module_names
+from repro_matrix.grading.observation import Evidence, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import Match, match_attempt
 from repro_matrix.records.outcome import Outcome
@@ -245,7 +245,7 @@ def case(
 
 
 def matches(signature: Signature, observed: Any, backend: str | None = None) -> Match | None:
-    attempt = Attempt(observed)
+    attempt = Evidence(observed)
     return match_attempt(signature, attempt, find_failures(attempt), backend)
 
 

@@ -16,7 +16,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.environment.stacks import lock as releases
 from repro_matrix.environment.stacks.lock import Release
-from repro_matrix.environment.stacks.spec import canonical, parse, short_hash
+from repro_matrix.environment.stacks.spec import canonical, parse_stack, short_hash
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import runs
 from repro_matrix.runner import prerequisites as wanted
@@ -86,7 +86,7 @@ class World:
 
     def resolve(self, spec: str, **_: Any) -> Stack:
         self.resolved.append(spec)
-        wanted = parse(spec)
+        wanted = parse_stack(spec)
         if wanted.base not in self.bases:
             raise StackError("usage", f"no stack named {wanted.base!r}")
         base = self.bases[wanted.base]
@@ -112,8 +112,8 @@ class World:
         return self._pythons[python]
 
     def check(self, spec: str) -> None:
-        if parse(spec).base not in self.bases and not parse(spec).file:
-            raise StackError("usage", f"no stack named {parse(spec).base!r}")
+        if parse_stack(spec).base not in self.bases and not parse_stack(spec).file:
+            raise StackError("usage", f"no stack named {parse_stack(spec).base!r}")
 
     def releases(
         self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None
@@ -192,7 +192,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made.releases_of("transformers", *(f"4.{minor}" for minor in minors))
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(stacks, "resolve", made.resolve)
-    monkeypatch.setattr(stacks, "check", made.check)
+    monkeypatch.setattr(stacks, "check_stack", made.check)
     monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: made)
     monkeypatch.setattr(runs, "measured_rows", lambda *given: [])

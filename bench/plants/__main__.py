@@ -53,7 +53,7 @@ class Traces:
     def trace(
         self, words: tuple[str, ...], world: int, name: str, noise: int = 0
     ) -> tuple[Any, runs.Ran]:
-        from repro_matrix.traces.reader import read
+        from repro_matrix.traces.reader import read_trace
 
         folder = self.folder / name
         variables = {
@@ -63,7 +63,7 @@ class Traces:
         ran = runs.launch(list(words), world, folder, variables)
         if not ran.passed:
             print(f"{name} {' '.join(words)}: exit codes {ran.codes}\n{ran.log}", file=sys.stderr)
-        return read(folder), ran
+        return read_trace(folder), ran
 
     def locate(
         self, words: tuple[str, ...], world: int, good: tuple[str, ...], name: str

@@ -84,8 +84,8 @@ class Measurement:
         plans = []
         for plan in self.prepared.plans:
             # Of a failure the first variant is the unfixed one, without which there is no verdict.
-            chosen = {plan.variants[0].variant, *self.wanted.get(place_of(plan), ())}
-            if place_of(plan) in self.wanted:
+            chosen = {plan.variants[0].variant, *self.wanted.get(item_place(plan), ())}
+            if item_place(plan) in self.wanted:
                 plans.append(
                     replace(
                         plan,
@@ -110,10 +110,10 @@ class Measurement:
         if event.kind == "cell" and event.plan and event.document is not None:
             today = datetime.now(timezone.utc).date()
             results = results_of(event.document, self.prepared.catalogue.cases, self.entries, today)
-            self._results[place_of(event.plan)].set_result(results)
+            self._results[item_place(event.plan)].set_result(results)
 
 
-def place_of(plan: CellPlan) -> Place:
+def item_place(plan: CellPlan) -> Place:
     return plan.cell.hardware, plan.cell.stack, plan.cell.key
 
 
@@ -198,8 +198,8 @@ class Cells:
                 raise pytest.UsageError(
                     "--repro: nothing is selected; --repro 'case=*' is every case"
                 )
-            prepared, entries = sessions.prepare(texts), quarantine.read()
-            quarantine.check(entries, prepared.catalogue)
+            prepared, entries = sessions.prepare(texts), quarantine.read_quarantine()
+            quarantine.check_quarantine(entries, prepared.catalogue)
         except ValueError as error:  # an open quote
             raise pytest.UsageError(f"--repro {given}: {error}") from None
         except ReproError as error:
@@ -226,7 +226,7 @@ class Cells:
                 group.add_marker(mark)
             for variant in plan.variants[1:] if known.kind == "failure" else plan.variants:
                 item = VariantItem.from_parent(group, name=variant.variant)
-                item.measurement, item.place = self.measurement, place_of(plan)
+                item.measurement, item.place = self.measurement, item_place(plan)
                 item.skipped = plan.skipped or variant.skipped
                 items.append(item)
         for text in prepared.left_out:

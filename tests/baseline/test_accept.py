@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from observations import document, observation, ok
 from repro_matrix.baseline import accept
-from repro_matrix.baseline.accept import place, refusals
+from repro_matrix.baseline.accept import published_place, refusals
 from repro_matrix.cli import accept as command
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
@@ -214,7 +214,7 @@ def put(
     found["verdicts"] = {
         name: verdict for name, verdict in found["verdicts"].items() if name in found["variants"]
     }
-    path = folder / f"{place(found)}.json"
+    path = folder / f"{published_place(found)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     store.write_json(path, {**found, **changes})
     return path

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, failed, observation
-from repro_matrix.baseline.accept import Publication, place, publication
+from repro_matrix.baseline.accept import Publication, publication, published_place
 from repro_matrix.baseline.derivation import unsupported
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import with_expectations
@@ -50,7 +50,7 @@ LINES = st.dictionaries(
 
 
 def after(held: list[Stored], found: Publication) -> list[Stored]:
-    kept = {place(d): d for d in held if place(d) not in found.dropped}
+    kept = {published_place(d): d for d in held if published_place(d) not in found.dropped}
     return list({**kept, **found.written}.values())
 
 
@@ -63,7 +63,7 @@ def test_publication_supports_every_expectation_with_few_documents(
     second = decide(published, [cell(*item) for item in new.items()])
     stored = after(published, second)
     entries = _entries(second)
-    assert unsupported(case(expect=entries), {place(each): each for each in stored}) == []
+    assert unsupported(case(expect=entries), {published_place(each): each for each in stored}) == []
     merged = {**old, **new}
     runs = [
         r
@@ -71,7 +71,7 @@ def test_publication_supports_every_expectation_with_few_documents(
         if i == 0 or merged[r] != merged[sorted(merged)[i - 1]]
     ]
     assert len(stored) <= 2 * len(runs), "of releases that agree the first and the last"
-    assert set(second.written) <= {place(cell(release)) for release in new}
+    assert set(second.written) <= {published_place(cell(release)) for release in new}
     assert not set(second.written) & set(second.left_out) and not set(second.dropped) & set(
         second.written
     )
@@ -105,7 +105,7 @@ def test_publication_skips_equal_results() -> None:
     old = cell("4.38.0")
     assert decide(
         [old], [{**old, "provenance": {**old["provenance"], "started": 5000.0}}]
-    ).same == [place(old)]
+    ).same == [published_place(old)]
     machine = {**old, "hardware": {**old["hardware"], "cpu": "another"}}
     attempts = old["variants"]["fix"]["attempts"] * 3
     for other in (
@@ -114,20 +114,20 @@ def test_publication_skips_equal_results() -> None:
         with_fix(fingerprint="other"),
         with_fix(attempts=attempts),
     ):
-        assert list(decide([old], [other]).written) == [place(old)]
+        assert list(decide([old], [other]).written) == [published_place(old)]
 
 
 def test_publication_keeps_a_named_stack_whole() -> None:
     """Also where its result is its neighbors', or shows nothing stable: two stacks are compared by
     their cells."""
     first, inner, last = (cell(f"4.{minor}.0", "NOT_REPRODUCED") for minor in (38, 39, 40))
-    assert decide([first, last], [inner]).left_out == [place(inner)]
+    assert decide([first, last], [inner]).left_out == [published_place(inner)]
     named = {**inner, "stack": {**inner["stack"], "name": "torch2.2-tf4.39"}}
     silent = {**named, "verdicts": {name: {"name": "INCONCLUSIVE"} for name in named["verdicts"]}}
     for one in (named, silent):
-        assert list(decide([first, last], [one]).written) == [place(inner)]
+        assert list(decide([first, last], [one]).written) == [published_place(inner)]
         assert (
-            place(inner)
+            published_place(inner)
             not in decide([first, one, last], [cell("4.41.0", "NOT_REPRODUCED")]).dropped
         )
 
@@ -136,22 +136,22 @@ def test_publication_drops_documents_that_no_expectation_uses() -> None:
     """No expectation, no end of a range, no signature."""
     silent = cell("4.39.0", "INCONCLUSIVE")
     silent["verdicts"]["other-fix"]["name"] = "INCONCLUSIVE"
-    assert list(decide([], [silent]).written) == [place(silent)], "its failure reproduces"
+    assert list(decide([], [silent]).written) == [published_place(silent)], "its failure reproduces"
     for attempt in silent["variants"]["unfixed"]["attempts"]:
         attempt["outcome"] = {**attempt["outcome"], "outcome": "passed"}
     found = decide([], [silent])
     assert (found.written, found.left_out, found.tables) == (
         {},
-        [place(silent)],
+        [published_place(silent)],
         {"some-case": None},
     )
-    assert decide([silent], [cell("4.44.0", where="n/fsdp")]).dropped == [place(silent)]
+    assert decide([silent], [cell("4.44.0", where="n/fsdp")]).dropped == [published_place(silent)]
     beside = decide([silent], [cell("4.40.0")])
     assert beside.dropped == [], "it ends the range of 4.40"
     sick = {**silent, "verdicts": {"fix": {**silent["verdicts"]["fix"], "name": "FAILED"}}}
     found = decide([], [sick])
     assert (list(found.written), found.tables) == (
-        [place(sick)],
+        [published_place(sick)],
         {"some-case": None},
     ), "it says why"
     for ids, expected in (
@@ -168,7 +168,7 @@ def test_publication_of_a_rebuilt_stack_replaces_the_older_label() -> None:
     old, other, new = cell("4.38.0"), cell("4.38.0", where="n/fsdp"), cell("4.38.0", "NOT_FIXED")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
     found = decide([old, other], [new])
-    assert (list(found.written), found.dropped) == ([place(new)], [place(old)])
+    assert (list(found.written), found.dropped) == ([published_place(new)], [published_place(old)])
     fewer = {**new, "variants": {name: new["variants"][name] for name in ("unfixed", "fix")}}
     relabelled = {**new, "stack": {**new["stack"], "name": "base+transformers@4.38"}}
     assert [decide([old], [one]).dropped for one in (fewer, relabelled)] == [[], []]

@@ -108,7 +108,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"quarantine\.yaml") as error:
-        quarantine.read()
+        quarantine.read_quarantine()
     assert key in str(error.value)
 
 
@@ -117,7 +117,7 @@ def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -
 )
 def test_check_accepts_a_cell_with_other_settings(suffix: str, exists: bool) -> None:
     try:
-        quarantine.check([entry(cell=REAL + suffix)], catalog.load())
+        quarantine.check_quarantine([entry(cell=REAL + suffix)], catalog.load())
     except ConfigError as error:
         assert not exists and REAL + suffix in str(error)
     else:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from repro_matrix.changes import agreement
 from repro_matrix.changes import diff as diffs
-from repro_matrix.changes.diff import compare as between
+from repro_matrix.changes.diff import compare_rows as between
 from repro_matrix.changes.sides import VariantResult, tolerance_used
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError

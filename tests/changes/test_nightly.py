@@ -757,7 +757,7 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
         return {"report": "torch 2.14.0 is the first bad release"}, ""
 
     bisections = nightly.Bisections(results, "tonight", 60.0, run)
-    good, bad = (nightly.lock_path(results, "now", name) for name in ("passing", "tonight"))
+    good, bad = (nightly.stored_lock(results, "now", name) for name in ("passing", "tonight"))
     good.parent.mkdir()
     assert bisections.report(changed) is None, "a pinned stack has no lock"
     bad.write_text("torch==2.14.0\n")
@@ -769,7 +769,9 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     (words,) = commands
     parser = options.Parser()
     bisect.configure(parser)
-    assert options.parse(parser, words[1:]).any_change, "the command takes these arguments"
+    assert options.parse_arguments(parser, words[1:]).any_change, (
+        "the command takes these arguments"
+    )
     assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)]
     assert {"model=m", "--variant", "fix"} < set(words)
     assert "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed))

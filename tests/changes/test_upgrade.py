@@ -13,13 +13,13 @@ import pytest
 from observations import document, exception, failed, observation, ok
 from probing import BASE, CASE, World, world
 from repro_matrix.changes import upgrade_answer as upgrade
-from repro_matrix.changes.upgrade import End, Upgrade, compare
+from repro_matrix.changes.upgrade import End, Upgrade, compare_stacks
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog, project
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.environment import stacks
 from repro_matrix.results.rows import Row, rows_of
-from repro_matrix.runner.session import Request, ask
+from repro_matrix.runner.session import Request, make_request
 
 __all__ = ["world"]
 
@@ -28,7 +28,7 @@ FAILING = {
     "reproduced": observation(failed(0), failed(1)),
     "other_failure": observation(failed(0, exception("ValueError", "boom")), ok(1)),
 }
-CELLS = [cell for cell in ask([f"case={CASE}"]).cells if cell.strategy == "fsdp"][:1]
+CELLS = [cell for cell in make_request([f"case={CASE}"]).cells if cell.strategy == "fsdp"][:1]
 FIXES = ("small-min", "summon")
 # A release of torch of which no expectation speaks.
 OLD = {"python": "3.11.7", "torch": "2.99.0", "transformers": "4.39.3", "accelerate": "0.29.2"}
@@ -55,11 +55,11 @@ def rows(versions: Mapping[str, str], outcomes: Mapping[str, str], **changes: An
 def compared(
     stored: list[Row], variants: tuple[str, ...] = FIXES, old: Any = OLD, new: Any = NEW
 ) -> Upgrade:
-    return compare(asked(variants), (End("a", old), End("b", new)), stored)
+    return compare_stacks(asked(variants), (End("a", old), End("b", new)), stored)
 
 
 def asked(variants: tuple[str, ...] = FIXES) -> Request:
-    return ask(
+    return make_request(
         [
             f"case={CASE}",
             "strategy=fsdp",
@@ -124,13 +124,13 @@ def test_verdict_follows_from_what_gets_worse(
     result = compared([*rows(OLD, old), *rows(NEW, new)], tuple(old)[1:])
     assert [(each.kind, each.variants, each.fixes) for each in result.problems] == problems
     assert (result.verdict, result.compared, result.unknown) == (verdict, len(old), [])
-    assert result.exit_code == {"GO": 0}.get(verdict, 1) and upgrade.headline(result).startswith(
-        verdict
-    )
+    assert result.exit_code == {"GO": 0}.get(verdict, 1) and upgrade.verdict_sentence(
+        result
+    ).startswith(verdict)
     assert bool(result.gone) == (
         old["unfixed"] == "reproduced" and new["unfixed"] == "passed" and not problems
     )
-    json.dumps(upgrade.to_json(result))
+    json.dumps(upgrade.upgrade_to_json(result))
 
 
 def test_other_packages_and_builds_are_the_same_stack_and_text_is_no_difference() -> None:
@@ -175,9 +175,9 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
         "measuring it again gives no answer either"
     )
     unknown = compared(rows(OLD, BROKEN), new={})
-    assert unknown.missing == {(CELLS[0].key, "b")} and "`repro stack lock b`" in upgrade.headline(
-        unknown
-    )
+    assert unknown.missing == {
+        (CELLS[0].key, "b")
+    } and "`repro stack lock b`" in upgrade.verdict_sentence(unknown)
     assert {each.reason for each in unknown.unknown} == {"the releases of b are not known"}
     without = compared(
         rows(OLD, BROKEN), new={name: v for name, v in NEW.items() if name != "torch"}
@@ -189,12 +189,14 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
 
 
 def test_what_a_stack_lacks_is_no_missing_measurement() -> None:
-    request = ask(["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp2", "hardware=cpu"])
+    request = make_request(
+        ["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp2", "hardware=cpu"]
+    )
     old = {**OLD, "torch": "2.2.2", "transformers": "4.36.2"}
-    (lacks,) = compare(request, (End("a", old), End("b", NEW)), []).unknown
+    (lacks,) = compare_stacks(request, (End("a", old), End("b", NEW)), []).unknown
     assert lacks.reason.startswith("a lacks ") and lacks.ends == ()
     newer = {**OLD, "transformers": "4.39.3"}  # the model and the strategy can run there
-    (never,) = compare(request, (End("a", newer), End("b", NEW)), []).unknown
+    (never,) = compare_stacks(request, (End("a", newer), End("b", NEW)), []).unknown
     assert never.ends == ("a", "b")
 
 
@@ -204,10 +206,10 @@ def test_packages_that_change_are_named_and_which_of_them_are_not_judged() -> No
         {**OLD, "transformers": "9.9.9", "mine": "2.0"},
     )
     result = compared([*rows(OLD, BROKEN), *rows(NEW, BROKEN)], old=old, new={**new, "b": "1"})
-    data = upgrade.to_json(result)
+    data = upgrade.upgrade_to_json(result)
     assert (data["verdict"], data["changes"]) == ("GO", {"transformers": ("4.39.3", "9.9.9")})
     assert data["not_judged"] == {"mine": ("1.2", "2.0")}
-    assert any("mine 1.2 -> 2.0" in line for line in upgrade.describe(result))
+    assert any("mine 1.2 -> 2.0" in line for line in upgrade.describe_upgrade(result))
 
 
 def test_packages_that_only_one_stack_pins_are_named_with_the_consequence() -> None:
@@ -216,8 +218,11 @@ def test_packages_that_only_one_stack_pins_are_named_with_the_consequence() -> N
         old={**OLD, "peft": "0.9.0"},
         new={**OLD, "transformers": "9.9.9", "mine": "1"},
     )
-    assert upgrade.to_json(result)["only_one_side"] == {"peft": ("0.9.0", ""), "mine": ("", "1")}
-    text = "\n".join(upgrade.describe(result))
+    assert upgrade.upgrade_to_json(result)["only_one_side"] == {
+        "peft": ("0.9.0", ""),
+        "mine": ("", "1"),
+    }
+    text = "\n".join(upgrade.describe_upgrade(result))
     assert (
         "Only in a: peft 0.9.0. What needs peft is not compared." in text
         and "Only in b: mine 1." in text
@@ -265,7 +270,7 @@ def test_expectations_answer_for_releases_that_were_not_measured(
     case = known.cases[CASE].model_copy(update={"expect": expect})
     monkeypatch.setitem(known.cases, CASE, case)
     ends = End("a", {**OLD, "transformers": "4.39.3"}), End("b", {**OLD, "transformers": "5.5.5"})
-    result = compare(replace(asked(), catalogue=known), ends, [])
+    result = compare_stacks(replace(asked(), catalogue=known), ends, [])
     (problem,) = result.problems
     assert result.verdict == "NO-GO" and problem.boundary == (
         "transformers",
@@ -273,8 +278,10 @@ def test_expectations_answer_for_releases_that_were_not_measured(
         "5.0.0",
         True,
     )
-    assert upgrade.headline(result).startswith("NO-GO: hold transformers below 5.1.0 because")
-    outside = compare(
+    assert upgrade.verdict_sentence(result).startswith(
+        "NO-GO: hold transformers below 5.1.0 because"
+    )
+    outside = compare_stacks(
         replace(asked(), catalogue=known), (ends[0], End("c", {**OLD, "transformers": "6.0"})), []
     )
     assert outside.verdict == "UNDECIDED" and outside.compared == 0
@@ -303,11 +310,11 @@ def test_nearest_measured_releases_are_said_and_are_no_measurement(
         ("3.3.0", ""),
     ):  # the last one: they disagree
         ends = End("a", OLD), End("b", {**OLD, "torch": torch})
-        result = compare(replace(asked(), catalogue=known), ends, [])
+        result = compare_stacks(replace(asked(), catalogue=known), ends, [])
         assert (result.verdict, result.compared) == ("UNDECIDED", 0)
         found = {each.variant: each.nearest for each in result.unknown}
         assert {found[name] for name in FIXES} == {changes}
-        assert ("nearest measured releases" in upgrade.headline(result)) == bool(changes)
+        assert ("nearest measured releases" in upgrade.verdict_sentence(result)) == bool(changes)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +345,7 @@ def test_expectation_is_no_evidence_of_no_change_beyond_the_measured_releases(
     )
     monkeypatch.setitem(known.cases, CASE, known.cases[CASE].model_copy(update={"expect": [entry]}))
     sides = End("a", {**OLD, "transformers": old}), End("b", {**OLD, "transformers": new})
-    result = compare(replace(asked(), catalogue=known), sides, [])
+    result = compare_stacks(replace(asked(), catalogue=known), sides, [])
     assert result.verdict == verdict
     assert {end for each in result.unknown for end in each.ends} == (
         {"a", "b"}
@@ -360,7 +367,7 @@ def test_fixes_are_no_go_where_too_little_is_known() -> None:
     ]
     result = compared(stored, names)
     assert (result.verdict, result.exit_code, len(result.problems)) == ("UNDECIDED", 3, 1)
-    assert "small-min" in upgrade.headline(result)
+    assert "small-min" in upgrade.verdict_sentence(result)
 
 
 # -- the command

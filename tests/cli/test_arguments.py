@@ -57,7 +57,7 @@ def test_options_and_overrides_parse_in_any_order(pieces: list[str], where: int)
         if not any("=" in piece for piece in pieces[:where])
         else pieces.insert(0, "CASE")
     )
-    args = options.parse(parser("bisect"), " ".join(pieces).split())
+    args = options.parse_arguments(parser("bisect"), " ".join(pieces).split())
     assert (args.case, args.good, args.bad, args.any_change) == ("CASE", "1", "b=2", True)
     assert args.overrides == [
         piece for piece in pieces if "=" in piece and not piece.startswith("--")
@@ -77,7 +77,7 @@ def test_options_and_overrides_parse_in_any_order(pieces: list[str], where: int)
     ],
 )
 def test_arguments_of_a_script_may_begin_with_dashes(words: list[str], expected: str) -> None:
-    args = options.parse(parser("run"), ["./train.py", *words])
+    args = options.parse_arguments(parser("run"), ["./train.py", *words])
     assert args.case == "./train.py" and args.script_args == expected
 
 

@@ -184,14 +184,14 @@ def test_doctor_does_not_contradict_itself_where_no_gpu_can_be_used(
 def test_doctor_reports_a_gpu_that_is_lost_while_it_is_probed(
     repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus, ask = [FakeGpu(), FakeGpu()], probe_module.ask
+    gpus, ask = [FakeGpu(), FakeGpu()], probe_module.run_probe
 
     def lose(*words: Any) -> Any:
         answer = ask(*words)
         gpus[1].lost = True
         return answer
 
-    monkeypatch.setattr(probe_module, "ask", lose)
+    monkeypatch.setattr(probe_module, "run_probe", lose)
     done = repro(
         FakeNvml(gpus),
         "doctor",

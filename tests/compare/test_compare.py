@@ -18,7 +18,7 @@ from repro_matrix.compare import two_sides as compare
 from repro_matrix.environment import stacks
 from repro_matrix.launch.attempt import TRACE, Attempt
 from repro_matrix.runner.adhoc_case import Script, command_of_script
-from repro_matrix.runner.script_failure import Failure
+from repro_matrix.runner.script_failure import ScriptFailure
 from repro_matrix.search.prober import CellRunner
 from script_observations import FINE, UPSTREAM, raised, rank, seen
 from simulated import train
@@ -371,7 +371,7 @@ def test_forked_runs_with_noise_equal_those_of_torchrun(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    forked = Script(command_of_script("./train.py", 1), Failure(), tmp_path / "results")
+    forked = Script(command_of_script("./train.py", 1), ScriptFailure(), tmp_path / "results")
     runs = {}
     with CellRunner(print, threading.Event()) as runner:
         for script in (
@@ -403,7 +403,9 @@ def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
     )
     with CellRunner(print, threading.Event()) as runner:
         for name in ("train.py", "other.py", "first.py"):
-            script = Script(command_of_script(f"./{name}", 1), Failure(), tmp_path / "results")
+            script = Script(
+                command_of_script(f"./{name}", 1), ScriptFailure(), tmp_path / "results"
+            )
             side = compare.GoodSide(runner, script, stacks.resolve("current"), compare.Window(1))
             launchers = {run.made["observation"]["attempt"]["launcher"] for run in side.noise}
             assert launchers == {"command"} and not any(run.problem for run in side.noise), name

@@ -13,12 +13,12 @@ import pytest
 from probing import ScriptLab, before, lab, result, world
 from repro_matrix import launch
 from repro_matrix.cli.main import main
-from repro_matrix.compare.consistency import combinations, settings
+from repro_matrix.compare.consistency import combinations, option_choices
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import TRACE, Attempt
 from repro_matrix.traces.invariance import by_design
 from repro_matrix.traces.location import Location
-from repro_matrix.traces.reader import Trace, read
+from repro_matrix.traces.reader import Trace, read_trace
 from script_observations import FINE, UPSTREAM, raised, rank, seen
 from simulated import train
 
@@ -233,7 +233,9 @@ def test_strategy_that_needs_more_gpus_than_the_machine_has_is_not_checked(
 
     skip = plan.Skip("gpus", "needs 2 GPUs; hardware x has 1", ("2 GPUs",))
     monkeypatch.setattr(
-        plan, "unsuitable", lambda case, strategy, settings, ranks, profile: [skip][: ranks - 1]
+        plan,
+        "unsuitable",
+        lambda case, strategy, settings, ranks, profile: [skip][: ranks - 1],
     )
     data = result(lab.repro, capsys, *COMMAND, "--ranks", "1,2", code=3)
     assert "needs 2 GPUs" in data["not_checked"]["1"] and len(lab.launched) == 1
@@ -299,19 +301,19 @@ def test_comparison_says_which_side_is_consistent_with_itself(lab: Lab, capsys: 
 
 def test_settings_that_share_an_option_are_not_combined() -> None:
     axes = [
-        settings("--ranks", "1,2 --batch {8,4}"),
-        settings("--vary", "--batch {8,2} --acc {1,4}"),
+        option_choices("--ranks", "1,2 --batch {8,4}"),
+        option_choices("--vary", "--batch {8,2} --acc {1,4}"),
     ]
     assert len(combinations(axes)) == 3
     assert [each.labels for each in axes[1]] == [("--batch 8",), ("--batch 2",)]
-    strategies = settings("--ranks", "1,2,2 --strategy {none,ddp,fsdp}")
+    strategies = option_choices("--ranks", "1,2,2 --strategy {none,ddp,fsdp}")
     assert [(each.ranks, each.labels) for each in strategies][1:] == [
         (2, ("--strategy ddp",)),
         (2, ("--strategy fsdp",)),
     ]
-    assert [each.words for each in settings("--vary", "--checkpoint")] == ["", "--checkpoint"]
+    assert [each.words for each in option_choices("--vary", "--checkpoint")] == ["", "--checkpoint"]
     with pytest.raises(ConfigError):
-        settings("--ranks", "one,two")
+        option_choices("--ranks", "one,two")
 
 
 def test_batch_norm_and_another_order_of_the_data_are_there_by_design(
@@ -319,7 +321,7 @@ def test_batch_norm_and_another_order_of_the_data_are_there_by_design(
 ) -> None:
     for seed in (0, 1):
         train(tmp_path / str(seed), seed=seed)
-    good, other = (read(tmp_path / str(seed)) for seed in (0, 1))
+    good, other = (read_trace(tmp_path / str(seed)) for seed in (0, 1))
     inner = Location("differs", stage="forward", step=0, place="layers.0.norm", role="output")
     assert not by_design(inner, good, other)
     monkeypatch.setattr(Trace, "modules", {"layers.0.norm": "BatchNorm1d"})

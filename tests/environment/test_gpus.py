@@ -38,7 +38,13 @@ from repro_matrix.environment.gpus import (
     states,
 )
 from repro_matrix.environment.machine import Machine, Profile, detect, settle, settle_all
-from repro_matrix.environment.probe import ask, parse_output, problem, problem_of_torch, record
+from repro_matrix.environment.probe import (
+    parse_output,
+    probe_record,
+    problem,
+    problem_of_torch,
+    run_probe,
+)
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.runner.gpu_pool import GpuLocks
@@ -588,7 +594,7 @@ def test_problem_working_or_unknown_is_none() -> None:
     assert problem(answer(devices=[OTHER, OK]), STACK, unknown, MACHINE) is None
     hung = {"stage": "initialise CUDA", "failed": "was not done after 240 s"}
     assert "was not done" in str(problem(answer() | hung, STACK, TWO, MACHINE))
-    missing = ask(replace(STACK, python="/no/such/python"), [0], {})
+    missing = run_probe(replace(STACK, python="/no/such/python"), [0], {})
     assert "could not be started" in str(problem(missing, STACK, TWO, MACHINE))
 
 
@@ -602,7 +608,7 @@ def test_problem_incomplete_answer_is_never_good(part: dict[str, Any]) -> None:
 
 def test_ask_runs_the_probe_in_the_stack() -> None:
     here = Stack("current", sys.executable, {}, key="here")
-    cpu = ask(here, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    cpu = run_probe(here, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert cpu["stage"] == "done" and cpu["torch"] and "nccl" in cpu and "init_error" not in cpu
 
 
@@ -618,7 +624,7 @@ def test_probe_leaves_out_locked_and_full_gpus(
     with GpuLocks(tmp_path / "state", "another-run") as other:
         assert other.acquire([gpus[2].uuid])
         answer = ask_torch(stack, replace(TWO, gpus=gpus), {})
-    recorded = record(answer)
+    recorded = probe_record(answer)
     assert problem_of_torch(answer, replace(TWO, gpus=gpus)) is None
     assert recorded["torch"] == "2.13.0+cu130", "and what does not change from run to run"
     assert recorded.keys() == {"torch", "cuda", "arch_list", "nccl_version", "devices"}

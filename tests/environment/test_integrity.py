@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.environment.stacks import Stack, spec
-from repro_matrix.environment.stacks.spec import Change, inspect_python, with_changes
+from repro_matrix.environment.stacks.spec import PackageChange, inspect_python, with_changes
 from stack_wheels import wheel
 
 SOURCE = "def wrap(): ...\n"
@@ -29,11 +29,11 @@ def install(folder: Path, name: str = "torch") -> None:
 
 
 @pytest.fixture
-def changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Change]]:
+def changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PackageChange]]:
     """``changes()``: those in an environment whose packages are in ``tmp_path``."""
     monkeypatch.setattr(spec, "inspect_python", lambda python: ({}, [tmp_path]))
 
-    def found() -> list[Change]:
+    def found() -> list[PackageChange]:
         spec.changes.cache_clear()
         return list(spec.changes("python"))
 
@@ -78,7 +78,7 @@ def test_package_that_is_no_release_is_a_change(tmp_path: Path, changes: Any) ->
     (tree / "torch").mkdir(parents=True)
     (tree / "torch" / "patched.py").write_text("1\n")
 
-    def changes_from(origin: dict[str, Any] | str) -> list[Change]:
+    def changes_from(origin: dict[str, Any] | str) -> list[PackageChange]:
         (tmp_path / "torch-2.13.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
         return list(changes())
 
@@ -97,18 +97,18 @@ def test_package_that_is_no_release_is_a_change(tmp_path: Path, changes: Any) ->
 def test_changed_environment_or_overlay_is_another_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def base_has(*changes: Change) -> None:
+    def base_has(*changes: PackageChange) -> None:
         monkeypatch.setattr(spec, "changes", lambda python: changes)
 
     note = "torch/a.py is not as installed"
     stack = Stack("current", "/env/bin/python", {"torch": "2.13.0"}, key="k", content="c")
     base_has()
     assert with_changes(stack) is stack
-    base_has(Change("torch", note, "one"))
+    base_has(PackageChange("torch", note, "one"))
     one = with_changes(stack)
     assert one.changed == (note,) and one.key != "k" and one.content not in ("c", "")
     assert one.extensions_dir == stack.extensions_dir, "nothing is compiled again for it"
-    base_has(Change("torch", note, "other"))
+    base_has(PackageChange("torch", note, "other"))
     assert with_changes(stack).label_key != one.label_key, "each edit has its own results"
     install(tmp_path)
     moved = {"torch": ("2.12.0", "2.13.0")}

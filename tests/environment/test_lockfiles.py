@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.environment import lockfiles
-from repro_matrix.environment.lockfiles import Lockfile, compared, overlay_of, parse
+from repro_matrix.environment.lockfiles import (
+    Lockfile,
+    changed_packages,
+    overlay_of,
+    parse_lock_file,
+)
 from repro_matrix.environment.stacks import StackError
 from repro_matrix.errors import ConfigError
 
@@ -26,7 +31,7 @@ NumPy==2.0
 
 
 def test_parse_of_pip_freeze_separates_releases_from_clones() -> None:
-    lockfile = parse(PIP, "a.txt")
+    lockfile = parse_lock_file(PIP, "a.txt")
     assert lockfile.pins == {
         "accelerate": "1.0.0",
         "huggingface-hub": "0.26.0",
@@ -34,7 +39,10 @@ def test_parse_of_pip_freeze_separates_releases_from_clones() -> None:
         "numpy": "2.0.0",
     }
     assert set(lockfile.unreleased) == {"mine", "other"}
-    assert parse("torch (==2.1)\npeft===0.9.0\n", "a").pins == {"torch": "2.1", "peft": "0.9.0"}
+    assert parse_lock_file("torch (==2.1)\npeft===0.9.0\n", "a").pins == {
+        "torch": "2.1",
+        "peft": "0.9.0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,7 @@ def test_parse_of_pip_freeze_separates_releases_from_clones() -> None:
 )
 def test_parse_of_other_text_raises(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(text, "a")
+        parse_lock_file(text, "a")
 
 
 def test_read_of_a_uv_lock_exports_it(tmp_path: Path) -> None:
@@ -61,10 +69,10 @@ def test_read_of_a_uv_lock_exports_it(tmp_path: Path) -> None:
         ' "0.7.0"\nsource = { registry = "https://pypi.org/simple" }\n\n[[package]]\nname ='
         ' "mine"\nversion = "0"\nsource = { virtual = "." }\ndependencies = [{ name = "einops" }]\n'
     )
-    assert lockfiles.read(lock).pins == {"einops": "0.7.0"}
+    assert lockfiles.read_lock_file(lock).pins == {"einops": "0.7.0"}
     lock.write_text("no TOML")
     with pytest.raises(StackError):
-        lockfiles.read(lock)
+        lockfiles.read_lock_file(lock)
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True)
@@ -76,9 +84,12 @@ PINS = st.dictionaries(NAMES, VERSIONS, min_size=1, max_size=8)
 def test_compared_of_any_pins_returns_differences(
     one: dict[str, str], other: dict[str, str]
 ) -> None:
-    assert parse("".join(f"{name}=={version}\n" for name, version in one.items()), "a").pins == one
+    assert (
+        parse_lock_file("".join(f"{name}=={version}\n" for name, version in one.items()), "a").pins
+        == one
+    )
     if one != other:
-        found = compared(Lockfile("a", one), Lockfile("b", other))
+        found = changed_packages(Lockfile("a", one), Lockfile("b", other))
         assert {name: old for name, (old, _) in found.items() if old} == dict(
             one.items() - other.items()
         )
@@ -90,10 +101,10 @@ def test_compared_of_any_pins_returns_differences(
 def test_compared_of_lockfiles_refuses_different_clones() -> None:
     one = Lockfile("old", {"a": "1"}, {"mine": "-e git+x@1"})
     with pytest.raises(ConfigError, match="old and old name the same versions"):
-        compared(one, one)
+        changed_packages(one, one)
     for other in (Lockfile("new", {"a": "2"}), Lockfile("new", {"mine": "1"})):
         with pytest.raises(ConfigError, match="mine is not a release of an index"):
-            compared(one, other)
+            changed_packages(one, other)
 
 
 HERE = {

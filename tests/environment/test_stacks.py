@@ -23,7 +23,7 @@ from repro_matrix.environment.stacks import (
     build,
     defined_stacks,
     make_lock,
-    prune,
+    prune_stacks,
     resolve,
     spec,
 )
@@ -83,7 +83,7 @@ def test_shipped_locks_fit_their_definitions_and_contain_hashes_and_no_address()
     for item in defined_stacks():
         if item.state in ("here", "floating"):
             continue
-        lock = locks.read(ROOT / "conf" / "stack" / "locks" / f"{item.name}.txt")
+        lock = locks.read_lock(ROOT / "conf" / "stack" / "locks" / f"{item.name}.txt")
         assert item.state in ("built", "locked"), f"{item.name}: {item.state}"
         assert "://" not in lock.text and "index" not in lock.body, item.name
         pinned = [
@@ -190,8 +190,8 @@ def test_prune_removes_old_named_and_unfinished_stacks(conf: Path) -> None:
     assert [(item.name, item.whole) for item in stacks.cached_stacks(["small"])] == [
         ("small", True)
     ]
-    assert [item.key for item in prune()] == ["feedbeef"]
-    assert [item.name for item in prune(older_than_days=0)] == [
+    assert [item.key for item in prune_stacks()] == ["feedbeef"]
+    assert [item.name for item in prune_stacks(older_than_days=0)] == [
         "small"
     ] and stacks.cached_stacks() == []
 
@@ -216,7 +216,7 @@ def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf
         compiled.moved == {"deepspeed": ("", "1.0")}
         and compiled.extensions_dir != base.extensions_dir
     )
-    prune(names=("small",))
+    prune_stacks(names=("small",))
     again = resolve("small+top==2.0")  # follows its base, which is built again
     assert (
         again.python != over.python and again.key == over.key and versions(again, "top") == ("2.0",)
@@ -243,11 +243,13 @@ def test_resolve_compatible_leaves_conflicting_companions_to_the_installer(conf:
 def test_with_release_names_a_probe_that_parses() -> None:
     name = stacks.with_release("small+top==1.1+part@1.0", "Top", "2.13.0+cpu")
     assert name == "small+part@1.0+top@2.13.0+cpu"
-    assert spec.parse(name).base == "small" and list(map(str, spec.parse(name).swaps)) == [
+    assert spec.parse_stack(name).base == "small" and list(
+        map(str, spec.parse_stack(name).swaps)
+    ) == [
         "part==1.0",
         "top==2.13.0+cpu",
     ]
-    clone = spec.parse("small+top @ git+file:///clone@1bc123")
+    clone = spec.parse_stack("small+top @ git+file:///clone@1bc123")
     assert [(swap.name, swap.url) for swap in clone.swaps] == [("top", "git+file:///clone@1bc123")]
 
 
@@ -268,7 +270,7 @@ def test_differences_leave_out_what_torch_brings() -> None:
         "a": "1",
         "c": "3",
     }
-    assert stacks.differences(good, bad) == {
+    assert stacks.version_differences(good, bad) == {
         "torch": ("2.2", "2.6"),
         "b": ("1", ""),
         "c": ("", "3"),
@@ -286,7 +288,7 @@ def test_requirements_file_is_a_stack_and_follows_its_includes(conf: Path, tmp_p
     assert versions(stack, "top", "part", "other") == ("1.1", "1.0", "1.0")
     other = resolve(f"{mine}+torch@2.0+top@2.0")  # another torch keeps the rest
     assert versions(other, "torch", "top", "other") == ("2.0", "2.0", "1.0")
-    assert other.path == () and set(stacks.differences(stack.versions, other.versions)) == {
+    assert other.path == () and set(stacks.version_differences(stack.versions, other.versions)) == {
         "torch",
         "top",
         "part",

@@ -15,7 +15,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.checks import evaluate
 from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_change
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.observation import Evidence
 from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))
@@ -132,7 +132,7 @@ def test_severity_is_the_worst_difference_in_tolerances() -> None:
 
 def test_checks_of_one_name_are_void_unless_one_failed() -> None:
     checks = [made(), made(actual=1.4, passed=False), made(name="y")]
-    (rank,) = Attempt(observation(ok(0, record=record(0, done_at=2.0, checks=checks)))).ranks
+    (rank,) = Evidence(observation(ok(0, record=record(0, done_at=2.0, checks=checks)))).ranks
     assert [one.state for one in rank.checks] == ["void", "failed", "passed"]
 
 
@@ -228,7 +228,7 @@ def attempt(
 
 
 def missing(known: Case | None = None, variant: str = "unfixed", **more: Any) -> str | None:
-    return missing_effect(known or training(), variant, Attempt(attempt(**more)))
+    return missing_effect(known or training(), variant, Evidence(attempt(**more)))
 
 
 def held(actual: Any, whole: Any = 1000) -> dict[str, Any]:
@@ -355,7 +355,7 @@ def test_any_backend_is_accepted_where_none_was_requested() -> None:
     for backend in ("", "auto"):
         seen = attempt({"group": {"actual": 2, "backend": "mpi"}})
         seen["attempt"]["backend"] = backend
-        assert missing_effect(training(), "unfixed", Attempt(seen)) is None
+        assert missing_effect(training(), "unfixed", Evidence(seen)) is None
     assert "no promises" in str(missing(invariants={}))
 
 
@@ -374,7 +374,7 @@ def test_every_rank_must_use_its_gpus(
     kind: str, devices: int, checks: Any, peaks: Any, part: str | None
 ) -> None:
     made = {"checks": [check(name) for name in checks]}
-    seen = Attempt(attempt(settings={"device": "cuda", "devices": devices}, records=made))
+    seen = Evidence(attempt(settings={"device": "cuda", "devices": devices}, records=made))
     for rank, peak in zip(seen.ranks, peaks):
         rank.record["peak_gpu_bytes"] = peak
     reason = missing_effect(training(kind=kind), "unfixed", seen)
@@ -398,12 +398,12 @@ def test_failure_of_ranks_that_began_without_their_gpus_is_no_evidence(
     away = stored["ranks"][1]["record"]
     away["ended"] = ended
     away.pop("device", None)
-    assert "rank 1" in str(never_on_gpu(training(), Attempt(stored)))
+    assert "rank 1" in str(never_on_gpu(training(), Evidence(stored)))
     for phase in ("start", "init_process_group"):  # it could not start: that is another failure
         away["phase"] = phase
-        assert never_on_gpu(training(), Attempt(stored)) is None
+        assert never_on_gpu(training(), Evidence(stored)) is None
     away.update(phase="body", device="cuda:1")
-    assert never_on_gpu(training(), Attempt(stored)) is None
+    assert never_on_gpu(training(), Evidence(stored)) is None
     stored["attempt"]["gpus"] = ["GPU-a", "GPU-b"]
     for uuid, right in (
         ("GPU-b", True),
@@ -411,11 +411,11 @@ def test_failure_of_ranks_that_began_without_their_gpus_is_no_evidence(
         ("GPU-a", False),
     ):  # None: no release of torch before 2.5 tells
         away["gpu_uuid"] = uuid
-        assert (never_on_gpu(training(), Attempt(stored)) is None) == right
+        assert (never_on_gpu(training(), Evidence(stored)) is None) == right
     away.update(device="cuda:0", gpu_uuid="GPU-b")
-    assert "leased to it: GPU-b, not GPU-a" in str(never_on_gpu(training(), Attempt(stored)))
+    assert "leased to it: GPU-b, not GPU-a" in str(never_on_gpu(training(), Evidence(stored)))
     stored["ranks"][1]["record"] = None  # killed before its first record
-    assert never_on_gpu(training(), Attempt(stored)) is None
+    assert never_on_gpu(training(), Evidence(stored)) is None
 
 
 @pytest.mark.parametrize("kind", ["training", "saving", "loading", "inference"])
@@ -469,7 +469,7 @@ def test_changed_settings_must_have_been_read(
     known = case(variants={"unfixed": {}, "fix": fix})
     reads = ({name: [] for name in read}, read)  # one rank is enough
     ranks = [ok(rank, record=record(rank, read=each)) for rank, each in enumerate(reads)]
-    seen = Attempt(observation(*ranks, settings={"flags": flags}))
+    seen = Evidence(observation(*ranks, settings={"flags": flags}))
     for reason in (unread_change(known, "fix", seen), missing_effect(known, "fix", seen)):
         assert reason is None if unread is None else f" {unread} was never read" in str(reason)
     assert unread_change(known, "gone", seen) is None

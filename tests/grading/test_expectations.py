@@ -17,7 +17,12 @@ from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
 from repro_matrix.grading import expected as grading
-from repro_matrix.grading.expected import compare, expected, failure_note, settings_difference
+from repro_matrix.grading.expected import (
+    compare_verdict,
+    expected,
+    failure_note,
+    settings_difference,
+)
 from repro_matrix.grading.nearest import Basis
 from repro_matrix.paths import REPROS
 from repro_matrix.records.outcome import FailureId, Verdict
@@ -151,7 +156,7 @@ def test_compare(
     verdict = Verdict(verdict, "x") if isinstance(verdict, str) else verdict
     entry = expectation or prediction
     assert (
-        compare(verdict, entry and Basis((entry,), on_cpu=not expectation), "fix", control)
+        compare_verdict(verdict, entry and Basis((entry,), on_cpu=not expectation), "fix", control)
         == compared
     )
 
@@ -164,7 +169,7 @@ def test_documented_fix_with_an_attempt_that_fails_is_news_where_nothing_is_stor
     name: Any,
 ) -> None:
     def state(passed: int, role: str = "fix", known: Basis | None = None) -> str:
-        return compare(Verdict(name, "x", fix_k=passed, fix_n=3), known, role)
+        return compare_verdict(Verdict(name, "x", fix_k=passed, fix_n=3), known, role)
 
     assert [state(passed) for passed in (0, 2, 3)] == ["differs_from_documentation"] * 2 + [
         "no_expectation"
@@ -172,7 +177,7 @@ def test_documented_fix_with_an_attempt_that_fails_is_news_where_nothing_is_stor
     assert state(0, "non_fix") == state(0, "probe") == "no_expectation"
     assert state(0, known=Basis((expecting(name),))) == "expected"
     assert (
-        compare(Verdict(name, "x", fix_k=0, fix_n=3, measured=False), None, "fix")
+        compare_verdict(Verdict(name, "x", fix_k=0, fix_n=3, measured=False), None, "fix")
         == "no_expectation"
     )
 
@@ -225,7 +230,7 @@ def test_verdict_of_a_failure_needs_an_expected_failure_id(
     verdict: Verdict, expectation: Expectation, compared: str, note: bool
 ) -> None:
     known = Basis((expectation,))
-    assert compare(verdict, known) == compared
+    assert compare_verdict(verdict, known) == compared
     assert bool(failure_note(verdict, known)) is note and failure_note(verdict, None) == ""
 
 
@@ -266,7 +271,7 @@ def test_release_with_another_failure_id_begins_another_range() -> None:
 )
 def test_verdict_agrees_when_no_other_id_occurred(occurred: list[str], listed: list[str]) -> None:
     wanted = expecting("DIFFERENT_FAILURE", *(f"check {name}" for name in listed))
-    assert (compare(failing(*occurred), Basis((wanted,))) == "expected") == (
+    assert (compare_verdict(failing(*occurred), Basis((wanted,))) == "expected") == (
         set(occurred) <= set(listed)
     )
 

@@ -42,7 +42,7 @@ from packaging import version
 from repro_matrix.config.schema import Signature
 from repro_matrix.grading import root_cause
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, parse_threads
+from repro_matrix.grading.observation import CodeLocation, Evidence, RaisedException, parse_threads
 from repro_matrix.grading.root_cause import all_failure_ids, failure_ids, find_failures
 from repro_matrix.grading.verdict import judge
 from repro_matrix.paths import REPROS
@@ -80,7 +80,9 @@ from repro_kit.record import Capture, describe_exception
 )
 def test_peer_error_by_type_and_message(kind: str, message: str, lost: bool) -> None:
     assert root_cause.is_peer_error(RaisedException(kind, frozenset({kind}), message, ())) is lost
-    there = Attempt(observation(failed(0, exception(kind, message), at=101.0), failed(1, at=102.0)))
+    there = Evidence(
+        observation(failed(0, exception(kind, message), at=101.0), failed(1, at=102.0))
+    )
     assert find_failures(there).ranks == ({1} if lost else {0, 1}), (
         "it came first, and still is not the failure"
     )
@@ -88,10 +90,10 @@ def test_peer_error_by_type_and_message(kind: str, message: str, lost: bool) -> 
 
 def test_first_failure_is_the_earliest_primary_one() -> None:
     ranks = [peer_failed(0, 101.0), failed(1, at=109.0), failed(2, at=108.0), ended(3)]
-    found = find_failures(Attempt(observation(*ranks)))
+    found = find_failures(Evidence(observation(*ranks)))
     assert [failure.rank for failure in found.primary] == [2, 1] and found.first is found.primary[0]
     assert found.ranks == {1, 2} and found.excused == {0, 3}
-    alone = find_failures(Attempt(observation(peer_failed(0), ok(1))))
+    alone = find_failures(Evidence(observation(peer_failed(0), ok(1))))
     assert alone.ranks == {0} and not alone.excused, (
         "a lost peer is the failure where it is the only one"
     )
@@ -161,7 +163,7 @@ EXIT_15 = record(0, done=False, exception=exception("SystemExit", "15"))
 def test_how_a_rank_failed(
     changes: Any, kind: str | None, type_: str, where: str, secondary: bool
 ) -> None:
-    failure = root_cause.failure_of(Attempt(observation(ok(0, **changes))).ranks[0])
+    failure = root_cause.failure_of(Evidence(observation(ok(0, **changes))).ranks[0])
     found = failure and (failure.kind, failure.type, failure.location, failure.secondary)
     assert found == (None if kind is None else (kind, type_, where, secondary))
 
@@ -176,7 +178,7 @@ def test_cause_counts_where_the_wrapper_repeats_its_message() -> None:
         ("so sad!", "sad", 1),
     ):
         error = exception("RuntimeError", wrapper, cause=exception("ValueError", cause))
-        assert len(Attempt(observation(failed(0, error))).ranks[0].chain) == length
+        assert len(Evidence(observation(failed(0, error))).ranks[0].chain) == length
 
 
 # -- errors of the script
@@ -240,7 +242,7 @@ def test_script_error_counts_only_where_it_came_first() -> None:
     for at, infra_error in ((1.0, None), (9.0, "script_error")):
         seen = observation(failed(0, early, at), failed(1, late, 5.0))
         assert grade(case(), "unfixed", seen, []).infra_error == infra_error
-    lost = Attempt(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
+    lost = Evidence(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
     assert root_cause.script_error(find_failures(lost)) is None, (
         "a lost peer is no mistake of the script"
     )

@@ -31,7 +31,7 @@ from repro_matrix.grading.hangs import (
     find_deadlock,
     rank_progress,
 )
-from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.observation import Evidence
 
 # -- two samples of a rank
 
@@ -128,7 +128,7 @@ def timed_out(first: Any, second: Any, *, rank: Any = None, **attempt: Any) -> A
         ended(1, "timeout") | {"samples": second},
     ]
     return hangs.timeout_without_hang(
-        Attempt(observation(*ranks, **{"timed_out": True, **attempt}))
+        Evidence(observation(*ranks, **{"timed_out": True, **attempt}))
     )
 
 

@@ -16,7 +16,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import PassCriteria
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch import observe
-from repro_matrix.launch.attempt import prepare
+from repro_matrix.launch.attempt import create_files
 from repro_matrix.launch.watch import Watched
 from repro_matrix.paths import RESULTS
 from repro_matrix.records.outcome import Outcome
@@ -54,7 +54,7 @@ def as_attempt(name: str, probe: dict[str, Any], folder: Path) -> Any:
     attempt = attempt_of(folder, "x", world_size=len(ranks), deadline=probe["limit_s"])
     strategy = {"slug": "", "options": {}, "invariants": {"collectives": []}}
     attempt.settings.update(device="cuda", backend=name[:4], flags={}, strategy=strategy)
-    prepare(attempt)
+    create_files(attempt)
     for rank in ranks:
         record = {**as_promised(attempt.settings, len(ranks)), **rank["record"]}
         if record["phase"] == "start":  # a probe of one rank wrote no phase when its body began

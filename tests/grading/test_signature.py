@@ -35,7 +35,7 @@ from pydantic import ValidationError
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Signature
 from repro_matrix.grading import signature as signature_module
-from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.observation import Evidence
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import (
     message_patterns,
@@ -349,7 +349,7 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", NEAR)
 def test_near_miss_names_the_part_that_missed(name: str) -> None:
     signature, rank, expected = NEAR[name]
-    attempt = Attempt(observation(rank))
+    attempt = Evidence(observation(rank))
     wanted = [Signature.model_validate({**EXCEPTION, **signature})] * 2
     text = near_misses(wanted, attempt, find_failures(attempt))
     assert expected in text and bool(text) == bool(expected) and text.count(expected or "x") <= 1

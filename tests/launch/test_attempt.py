@@ -20,7 +20,14 @@ from launching import attempt_of
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt as attempt_module
 from repro_matrix.launch import observe, processes, sampling, watch
-from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, tmp_of, torchrun_line
+from repro_matrix.launch.attempt import (
+    Attempt,
+    create_files,
+    environment,
+    remove,
+    tmp_of,
+    torchrun_line,
+)
 from repro_matrix.launch.watch import Watched
 
 
@@ -86,10 +93,10 @@ def test_environment_is_private_to_the_attempt_and_its_stack(tmp_path: Path) -> 
 def test_prepare_makes_empty_folders_and_a_short_tmp(tmp_path: Path) -> None:
     assert tmp_of(Path("/tmp/short")) == Path("/tmp/short/tmp")
     attempt = attempt_of(tmp_path / ("x" * 80), "nothing")
-    prepare(attempt)
+    create_files(attempt)
     assert attempt.tmp.is_dir() and len(str(attempt.tmp)) < 70
     (attempt.records / "rank-0.json").write_text("{}")
-    prepare(attempt)
+    create_files(attempt)
     assert not list(attempt.records.iterdir()), "records of an earlier attempt in this folder"
     remove(attempt.directory)
     assert not attempt.tmp.exists() and not attempt.directory.exists()
@@ -114,7 +121,7 @@ def observed(
     attempt: Attempt, entries: list[Any], *records: dict[str, Any] | None, **watched: Any
 ) -> dict[str, Any]:
     """The observation of an attempt that left these records, and what rank 0 printed: ``log``."""
-    prepare(attempt)
+    create_files(attempt)
     attempt.launch_file.write_text(json.dumps({"ranks": entries, "error": None, "finished": True}))
     (attempt.logs / "rank-0.log").write_text(watched.pop("log", ""))
     for rank, record in enumerate(records):

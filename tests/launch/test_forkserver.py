@@ -28,7 +28,7 @@ from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of
 from repro_matrix.paths import ROOT
 from repro_matrix.runner.adhoc_case import Script, command_of_script
-from repro_matrix.runner.script_failure import Failure
+from repro_matrix.runner.script_failure import ScriptFailure
 
 ranks = pytest.mark.ranks
 
@@ -371,7 +371,9 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     visible = {"CUDA_VISIBLE_DEVICES": "3,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert visible.items() <= spec_of(leases[1])["env"].items()
     (tmp_path / "train.py").touch()
-    script = Script(command_of_script(str(tmp_path / "train.py"), 1), Failure(), tmp_path).case()
+    script = Script(
+        command_of_script(str(tmp_path / "train.py"), 1), ScriptFailure(), tmp_path
+    ).case()
     scripts = [
         dataclasses.replace(each, command=script, script=tmp_path / "train.py") for each in leases
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launching import Json, attempt_of, launched, stuck
 from repro_matrix.grading import hangs
-from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.observation import Evidence
 from repro_matrix.launch import attempt as launch_attempt
 from repro_matrix.launch import watch
 from repro_matrix.launch.forkserver import ForkserverLauncher
@@ -66,7 +66,7 @@ def test_waiting_rank_reports_the_frames_of_its_collective(
     seen = launched(
         warm, attempt_of(tmp_path / "a", "other_collective", "waits.py", deadline=FOREVER)
     )
-    called = [[frame.function for frame in rank.collective_frames] for rank in Attempt(seen).ranks]
+    called = [[frame.function for frame in rank.collective_frames] for rank in Evidence(seen).ranks]
     assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]
 
 
@@ -120,7 +120,7 @@ def test_deadline_separates_slow_from_hanging_ranks(
     for name in ("leaves", "sleeps"):
         assert (
             seen[name]["infra_error"] is None
-            and hangs.timeout_without_hang(Attempt(seen[name])) is None
+            and hangs.timeout_without_hang(Evidence(seen[name])) is None
         ), name
         assert (
             seen[name]["attempt"]["timed_out"] and not seen[name]["attempt"]["hang"]["deadlock"]

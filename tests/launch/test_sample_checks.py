@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from repro_matrix.launch.sample_checks import compare
+from repro_matrix.launch.sample_checks import compare_samples
 from repro_matrix.launch.script_checks import add_checks
 
 Epochs = list[dict[str, Any]]
@@ -52,7 +52,7 @@ def divisions(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 @given(divisions())
 def test_data_that_a_sampler_divides_is_no_error(division: tuple[int, list[list[int]]]) -> None:
     length, parts = division
-    assert compare(ranks(*([epoch(part, length)] for part in parts)))[1:] == ([], "")
+    assert compare_samples(ranks(*([epoch(part, length)] for part in parts)))[1:] == ([], "")
 
 
 @given(divisions(), st.data())
@@ -67,7 +67,7 @@ def test_a_sample_too_many_or_missing_is_an_error(
         parts[rank] = parts[rank] + [others[0]] * len(parts)
     else:
         parts = [[each for each in part if each != sample] for part in parts]
-    _, wrong, unknown = compare(ranks(*([epoch(part, length)] for part in parts)))
+    _, wrong, unknown = compare_samples(ranks(*([epoch(part, length)] for part in parts)))
     assert wrong and not unknown
 
 
@@ -116,14 +116,16 @@ def test_a_sample_too_many_or_missing_is_an_error(
 def test_kinds_of_data(
     epochs: list[dict[str, Any]], is_wrong: bool, is_unknown: bool, remark: str
 ) -> None:
-    compared, wrong, unknown = compare(epochs)
+    compared, wrong, unknown = compare_samples(epochs)
     assert (bool(wrong), bool(unknown)) == (is_wrong, is_unknown) and remark in compared
 
 
 def test_few_samples_of_equal_content_may_be_duplicates_of_the_data() -> None:
     one, other = list(range(50)), list(range(49, 99))
-    exact = compare(ranks([epoch(one, None)], [epoch(other, None)]))
-    by_content = compare(ranks([epoch(one, None, exact=False)], [epoch(other, None, exact=False)]))
+    exact = compare_samples(ranks([epoch(one, None)], [epoch(other, None)]))
+    by_content = compare_samples(
+        ranks([epoch(one, None, exact=False)], [epoch(other, None, exact=False)])
+    )
     assert exact[1] and not by_content[1] and by_content[2]
 
 
@@ -174,7 +176,7 @@ BROKEN = [epoch([0, 1], 8, finished=False), epoch([2, 3], 8, finished=False)]
 def test_data_that_indices_alone_do_not_tell_apart(
     epochs: list[dict[str, Any]], is_wrong: bool, is_unknown: bool
 ) -> None:
-    _, wrong, unknown = compare(epochs)
+    _, wrong, unknown = compare_samples(epochs)
     assert (bool(wrong), bool(unknown)) == (is_wrong, is_unknown)
 
 
@@ -182,9 +184,9 @@ def test_resumed_epoch_is_joined_with_its_beginning() -> None:
     begun = [epoch([0, 1], 8, finished=False), epoch([2, 3], 8, finished=False)]
     rest = [epoch([4, 5], 8, continues=True), epoch([6, 7], 8, continues=True)]
     again = [epoch([0, 5], 8, continues=True), epoch([6, 7], 8, continues=True)]
-    assert compare(ranks(*([one, two] for one, two in zip(begun, rest))))[1:] == ([], "")
-    assert compare(ranks(*([one, two] for one, two in zip(begun, again))))[1]
-    compared, wrong, _ = compare(ranks(*([each] for each in rest)))
+    assert compare_samples(ranks(*([one, two] for one, two in zip(begun, rest))))[1:] == ([], "")
+    assert compare_samples(ranks(*([one, two] for one, two in zip(begun, again))))[1]
+    compared, wrong, _ = compare_samples(ranks(*([each] for each in rest)))
     assert not wrong and "not checked" in compared, "the launch that began the epoch is another one"
 
 

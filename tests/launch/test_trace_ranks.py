@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from repro_matrix.traces.comparison import locate
-from repro_matrix.traces.reader import Trace, read
+from repro_matrix.traces.reader import Trace, read_trace
 from test_trace import WORKER
 
 torch = pytest.importorskip("torch")
@@ -43,7 +43,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Tra
             training.train(clip=clip)
     tracer.close("exit")
     return {
-        clip: [read(folder, f"{clip}-{noise}") for noise in (None, 1, 2)] for clip in (True, False)
+        clip: [read_trace(folder, f"{clip}-{noise}") for noise in (None, 1, 2)]
+        for clip in (True, False)
     }
 
 
@@ -79,7 +80,7 @@ def test_strategies_agree_with_one_process_and_keep_their_numbers(
             name: each for name, (_, each) in losses.items()
         }
     for name, (wrapper, sharded) in wanted.items():
-        trace = read(tmp_path, name)
+        trace = read_trace(tmp_path, name)
         answer = locate(one_process[name != "tp"][0], trace, one_process[name != "tp"][1:])
         assert answer.verdict == "agrees", (name, answer.sentence())
         strategies = [model["strategy"] for rank in trace.ranks.values() for model in rank.models]

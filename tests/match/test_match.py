@@ -33,8 +33,8 @@ from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.grading import grade
 from repro_matrix.grading.tracebacks import Errors, Labels
 from repro_matrix.match.errors import memory_of
-from repro_matrix.match.keywords import Catalogue
-from repro_matrix.match.known_failures import Answer, recognize
+from repro_matrix.match.keywords import SignatureIndex
+from repro_matrix.match.known_failures import LogAnswer, recognize
 from repro_matrix.match.scan import Scanned, scan
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.results.store import Store
@@ -42,7 +42,7 @@ from repro_matrix.results.store import Store
 Match = Callable[..., tuple[int, str, str]]
 
 CASES = catalogue.load().cases
-CATALOGUE = Catalogue(CASES)
+CATALOGUE = SignatureIndex(CASES)
 
 UNIFORM = """\
 Traceback (most recent call last):
@@ -72,7 +72,7 @@ def seen(lines: list[str]) -> Scanned:
     return scan([f"{line}\n" for line in lines], CATALOGUE)
 
 
-def answer(lines: list[str]) -> Answer:
+def answer(lines: list[str]) -> LogAnswer:
     return recognize(seen(lines), CATALOGUE)
 
 
@@ -1144,7 +1144,7 @@ def test_recognize_of_a_timeout_tells_who_waited_where(entry: dict[str, Any]) ->
     assert answer([*UNIFORM, *lines]).names == ["fsdp-uniform-dtype"]  # the hang follows from it
 
 
-def possible(found: Answer) -> set[str]:
+def possible(found: LogAnswer) -> set[str]:
     return {item.case for failure in found.failures for item in failure.perhaps}
 
 

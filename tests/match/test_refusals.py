@@ -14,12 +14,12 @@ import yaml
 from repro_matrix.config import catalog
 from repro_matrix.config.failure_rules import rules
 from repro_matrix.match.answer import log_json, log_lines
-from repro_matrix.match.keywords import Catalogue
-from repro_matrix.match.known_failures import Answer, Failure, recognize
+from repro_matrix.match.keywords import SignatureIndex
+from repro_matrix.match.known_failures import LogAnswer, LogFailure, recognize
 from repro_matrix.match.scan import scan
 
 CASES = catalog.load().cases
-CATALOGUE = Catalogue(CASES)
+CATALOGUE = SignatureIndex(CASES)
 LOGS: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parents[1] / "data" / "logs" / "refusals.yaml").read_text(encoding="utf-8")
 )
@@ -27,11 +27,11 @@ REFUSALS = {name: rule for name, rule in rules().items() if rule.library}
 by_name = pytest.mark.parametrize("entry", LOGS, ids=[entry["about"] for entry in LOGS])
 
 
-def answer(text: str) -> Answer:
+def answer(text: str) -> LogAnswer:
     return recognize(scan(text.splitlines(keepends=True), CATALOGUE), CATALOGUE)
 
 
-def refused(found: Answer) -> list[str]:
+def refused(found: LogAnswer) -> list[str]:
     return [each.kind for each in found.leading if each.kind in REFUSALS]
 
 
@@ -308,7 +308,7 @@ def test_a_refusal_after_which_training_went_on_is_not_the_first_answer(
     ]
     lines = [*steps, *errors[0], *steps[:after], *errors[1]]
     found = answer("\n".join(label + line for line in lines))
-    leading = [each.error.type for each in found.leading if isinstance(each, Failure)]
+    leading = [each.error.type for each in found.leading if isinstance(each, LogFailure)]
     assert leading == (["KeyError"] if after else ["ValueError", "KeyError"])
     assert len(found.recovered) == bool(after)
 

@@ -112,7 +112,9 @@ def planned(
     facts: ModelSizes | None = QWEN_14B,
 ) -> CellPlan:
     """The first cell of a case, whose model is Qwen-14B at full size."""
-    selection = overrides.parse([f"case={text}", "model=qwen-14b", f"strategy={strategy}"])
+    selection = overrides.parse_overrides(
+        [f"case={text}", "model=qwen-14b", f"strategy={strategy}"]
+    )
     cells = matrix.place(
         CATALOGUE, matrix.enumerate_cells(CATALOGUE, selection)[:1], [profile], auto=False
     )[0]

@@ -60,7 +60,10 @@ def plans(
 ) -> list[CellPlan]:
     settings = settings or RunSettings()
     cells = place(
-        known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False
+        known,
+        matrix.enumerate_cells(known, overrides.parse_overrides(texts)),
+        [profile],
+        auto=False,
     )[0]
     return Planner(
         known, settings, {profile.name: profile}, CPU, {"current": stack or FakeStack()}, {}
@@ -217,7 +220,10 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
     machine = replace(CPU, gpus=gpus(count, name))
     profiles = settle_all(["auto"], CATALOGUE.hardware, machine)
     cells = place(
-        CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True
+        CATALOGUE,
+        matrix.enumerate_cells(CATALOGUE, overrides.parse_overrides(texts)),
+        profiles,
+        auto=True,
     )[0]
     by_name = {profile.name: profile for profile in profiles}
     return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(
@@ -266,7 +272,9 @@ def test_place_measures_on_the_cpu_what_the_gpus_cannot_show() -> None:
         assert plan.cell.hardware == plan.profile.name == "cpu" and all(
             variant.gpus == 0 for variant in plan.variants
         )
-    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
+    cells = matrix.enumerate_cells(
+        CATALOGUE, overrides.parse_overrides(["case=device-map-distributed"])
+    )
     placed, elsewhere = place(CATALOGUE, cells, [EXCLUSIVE, CPU_PROFILE], auto=True)
     assert {cell.hardware for cell in placed} == {"cpu"} and list(elsewhere.values()) == [
         len(cells)
@@ -295,7 +303,7 @@ def test_place_one_gpu_measures_what_it_can() -> None:
 
 def test_sweeps_have_distinct_keys() -> None:
     def keys(*texts: str) -> set[str]:
-        selection = overrides.parse(
+        selection = overrides.parse_overrides(
             ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts]
         )
         changes = matrix.overrides_of(compose_run(selection.run), selection.patches)
@@ -335,7 +343,7 @@ def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
         "strategy=fsdp",
         "model.config.num_hidden_layers=2",
     ]
-    selection = overrides.parse(texts)
+    selection = overrides.parse_overrides(texts)
     known, full = catalogue.load(patches=selection.patches), RunSettings(scale="full")
     named = matrix.enumerate_cells(
         known, selection, overrides=matrix.overrides_of(full, selection.patches)

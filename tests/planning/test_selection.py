@@ -25,7 +25,7 @@ PRESETS = sorted(path.stem for path in (CONF / "matrix").glob("*.yaml"))
 
 
 def cells(*texts: str) -> list[matrix.Cell]:
-    return session.ask(texts).cells
+    return session.make_request(texts).cells
 
 
 def test_everything_is_every_case_on_its_axes() -> None:

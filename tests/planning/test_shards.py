@@ -112,7 +112,7 @@ def make_shard(root: Path, number: int, names: list[str], **changed: Any) -> Pat
     manifest = runs.ShardManifest(
         number,
         values["of"],
-        tuple(session.selected_by(overrides.parse([*values["texts"], "jobs=3"]))),
+        tuple(session.selected_by(overrides.parse_overrides([*values["texts"], "jobs=3"]))),
         dict.fromkeys(names, values["repeat"]),
         tuple((cell.hardware, cell.stack, cell.key) for cell in cells),
         commit,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from repro_matrix.cli import main as cli
-from repro_matrix.config.selection import parse
+from repro_matrix.config.selection import parse_overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import CONFIG_PATH
@@ -61,7 +61,7 @@ def test_command_with_bad_arguments_is_refused_and_writes_nothing(
 @pytest.mark.parametrize("name", ["Ergebnis ö", "a,b", "[x]", "it's", "plain", "a=b {c}"])
 def test_results_folder_may_have_any_name(name: str) -> None:
     assert compose_run([f"results=/tmp/{name}"]).results == f"/tmp/{name}"
-    assert parse([f"results=/tmp/{name}"]).run == [f"results=/tmp/{name}"]
+    assert parse_overrides([f"results=/tmp/{name}"]).run == [f"results=/tmp/{name}"]
 
 
 # -- files of conf/
@@ -127,7 +127,7 @@ def test_results_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     for open_results in (
         Store(file).open,
         Store(file / "below").open,
-        lambda: runs.begin(file, []),
+        lambda: runs.create_run(file, []),
     ):
         with pytest.raises(ResultsError, match="afile"):
             open_results()
@@ -162,9 +162,9 @@ def test_damaged_last_run_is_not_replaced_by_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.setattr("repro_matrix.results.runs.scratch", lambda: tmp_path)
-    old = runs.begin(tmp_path, ["case=a"])
+    old = runs.create_run(tmp_path, ["case=a"])
     runs.note(old, ["case=a"], runs.ENDED)
-    last = runs.begin(tmp_path, ["case=b"])
+    last = runs.create_run(tmp_path, ["case=b"])
     (last / runs.MANIFEST).write_text('{"schema": 1, "te')
     with pytest.raises(ResultsError, match=rf"{last.name}/{runs.MANIFEST}: damaged"):
         runs.last_run(tmp_path)

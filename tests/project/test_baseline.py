@@ -9,10 +9,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from repro_matrix.baseline.accept import ATTEMPTS, place, publication
+from repro_matrix.baseline.accept import ATTEMPTS, publication, published_place
 from repro_matrix.baseline.derivation import unsupported
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.selection import parse
+from repro_matrix.config.selection import parse_overrides
 from repro_matrix.grading import expected as expect
 from repro_matrix.grading import root_cause, verdict
 from repro_matrix.grading.expected import as_expected
@@ -109,7 +109,7 @@ def test_signatures_match_other_cases_only_as_declared() -> None:
 
 def test_expectations_have_stored_results_and_a_missing_or_changed_one_is_named() -> None:
     for slug, case in CATALOGUE.cases.items():
-        own = {place(d): d for d in judged() if d["case"] == slug}
+        own = {published_place(d): d for d in judged() if d["case"] == slug}
         assert unsupported(case, own) == []
         for key, document in own.items():
             others = {at: each for at, each in own.items() if at != key}
@@ -165,7 +165,7 @@ def test_baseline_agrees_with_its_expectations() -> None:
                 }
             )
             where = f"{document['path']} {variant}"
-            assert expect.compare(found, wanted and Basis((wanted,))) in (
+            assert expect.compare_verdict(found, wanted and Basis((wanted,))) in (
                 "expected",
                 "no_expectation",
             ), where
@@ -179,7 +179,7 @@ COVERED = ("current", "torch2.2-tf4.36", "torch2.2-tf4.39", "torch2.6-tf4.51", "
 @pytest.mark.parametrize("stack", COVERED)
 def test_named_stack_has_each_cell_measured_or_skipped_with_a_reason(stack: str) -> None:
     rows = [row for row in load_rows(BASELINE) if row.stack.name == stack]
-    cells = {cell.key for cell in enumerate_cells(CATALOGUE, parse([f"stack={stack}"]))}
+    cells = {cell.key for cell in enumerate_cells(CATALOGUE, parse_overrides([f"stack={stack}"]))}
     assert cells - {row.cell_id for row in rows} == set()
     assert [
         row.cell_id for row in rows if not row.skipped and len(row.evidence_attempts) < ATTEMPTS

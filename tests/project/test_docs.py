@@ -76,7 +76,7 @@ def test_command_parses(name: str) -> None:
         ):
             case = [f"case={args.case}"] if command == "run" and args.case else []
             if not any(own in " ".join(arguments) for own in USERS):
-                session.ask([*case, *args.overrides])
+                session.make_request([*case, *args.overrides])
     except (ReproError, SystemExit) as error:
         pytest.fail(f"{name}: {error}")
 

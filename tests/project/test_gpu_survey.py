@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from repro_matrix.grading.observation import is_project_code
 from repro_matrix.paths import ROOT
-from repro_matrix.records.attempt import Rank
+from repro_matrix.records.attempt import RankRecord
 from repro_matrix.records.document import adapter
 
 from bench import gpu_survey
@@ -42,7 +42,7 @@ def test_survey_without_a_gpu_records_stand_ins_and_skips_the_rest(tmp_path: Pat
     ran = {name: probe for name, probe in probes.items() if probe["status"] != "skipped"}
     for probe in ran.values():
         for rank in probe["ranks"]:
-            adapter(Rank).validate_python(rank)
+            adapter(RankRecord).validate_python(rank)
     assert str(ROOT) not in text and sys.prefix not in text, "no path of this machine"
     index, freed = ran["error.bad_index.item"]["ranks"][0], ran["error.freed_view.item"]["ranks"][0]
     frames = index["record"]["exception"]["frames"]

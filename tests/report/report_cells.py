@@ -8,7 +8,7 @@ from typing import Any
 
 from observations import document, exception, failed, observation, ok
 from repro_matrix.report.headline import Headline, headline
-from repro_matrix.report.page_model import Cell, cells_of
+from repro_matrix.report.page_model import CellView, cells_of
 from repro_matrix.results.rows import Row, rows_of
 
 HOSTILE = (
@@ -45,15 +45,15 @@ def rows(stored: dict[str, Any]) -> list[Row]:
     return [row if row.first else replace(row, role="fix") for row in made]
 
 
-def head(cells: Iterable[Cell]) -> Headline:
+def head(cells: Iterable[CellView]) -> Headline:
     return headline([row for cell in cells for row in cell.rows], {})
 
 
-def cell(*args: Any, source: str = "", **changes: Any) -> Cell:
+def cell(*args: Any, source: str = "", **changes: Any) -> CellView:
     (only,) = cells_of(rows(stored_cell(*args, **changes)), source)
     return only
 
 
-def skipped_cell(reason: str = "needs 2 GPUs", **changes: Any) -> Cell:
+def skipped_cell(reason: str = "needs 2 GPUs", **changes: Any) -> CellView:
     (only,) = cells_of(rows(document({"unfixed": reason, "fix": reason}, {}, **changes)))
     return only

@@ -16,7 +16,7 @@ from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
 from repro_matrix.changes.sides import from_row
 from repro_matrix.paths import ROOT
-from repro_matrix.report.page_model import Cell, build_page
+from repro_matrix.report.page_model import CellView, build_page
 from repro_matrix.report.render import render_file, render_site
 
 from bench import chromium
@@ -104,7 +104,7 @@ def test_axe_finds_no_violation(browser: Chromium, address: str, width: int, dar
     "cells", [(), (cell(),), (skipped_cell(),)], ids=["none", "one", "skipped"]
 )
 def test_axe_finds_no_violation_in_a_small_page(
-    browser: Chromium, tmp_path: Path, cells: tuple[Cell, ...]
+    browser: Chromium, tmp_path: Path, cells: tuple[CellView, ...]
 ) -> None:
     path = tmp_path / "page.html"
     path.write_text(

@@ -14,13 +14,13 @@ from junitparser import Error, Failure, JUnitXml, Skipped
 from report_cells import HOSTILE, cell, head, skipped_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.paths import RESULTS
-from repro_matrix.report.formats import MOST, Remarks, to_json, to_junit, to_markdown
-from repro_matrix.report.page_model import Cell
+from repro_matrix.report.formats import MOST, Remarks, report_to_json, to_junit, to_markdown
+from repro_matrix.report.page_model import CellView
 
 REMARKS = Remarks(["x.json: damaged"], ["run: interrupted"], ["entry expired"], ["a note"])
 
 
-def mixed() -> list[Cell]:
+def mixed() -> list[CellView]:
     return [
         cell(),
         cell("NOT_FIXED", "unexpected", case="loud"),
@@ -66,14 +66,16 @@ def test_every_format_reads_hostile_text() -> None:
     cells = [cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, model=HOSTILE, title=HOSTILE), away]
     remarks = Remarks([HOSTILE], [HOSTILE], [HOSTILE], [HOSTILE])
     assert JUnitXml.fromstring(to_junit(cells, head(cells), remarks).encode())
-    assert json.loads(to_json(cells, head(cells), (), (), "now", remarks))["rows"]
+    assert json.loads(report_to_json(cells, head(cells), (), (), "now", remarks))["rows"]
     markdown = to_markdown(head([*cells, skipped_cell("", case="away")]), HOSTILE, remarks)
     assert "\x1b" not in markdown and "\\<img" in markdown and "NOT MEASURED" in markdown
 
 
 def test_json_is_valid_by_its_schema() -> None:
     claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "supported", "2 measurements")
-    value = json.loads(to_json(mixed(), head(mixed()), [claim], ["results/x"], "now", REMARKS))
+    value = json.loads(
+        report_to_json(mixed(), head(mixed()), [claim], ["results/x"], "now", REMARKS)
+    )
     jsonschema.validate(
         value,
         json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")),

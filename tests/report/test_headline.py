@@ -26,16 +26,16 @@ from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
 from repro_matrix.planning.plan import newer_release
-from repro_matrix.report.attention import ATTENTION, NOTHING, attention, kind_of
+from repro_matrix.report.attention import ATTENTION, NOTHING, attention, describe_kind
 from repro_matrix.report.formats import Remarks, to_junit
 from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.render import load_results
 from repro_matrix.report.result_lines import result_lines
-from repro_matrix.report.run_summary import describe_exit
+from repro_matrix.report.run_summary import exit_line
 from repro_matrix.report.terminal import label
-from repro_matrix.results.rows import Row, compared
-from repro_matrix.runner.engine import Summary
+from repro_matrix.results.rows import Row, with_catalog
+from repro_matrix.runner.engine import RunTotals
 
 
 def cell(outcome: str, verdicts: dict[str, str], roles: str = "fix", **changes: Any) -> list[Row]:
@@ -173,8 +173,8 @@ def test_kinds_of_differences(role: str, expected: str, measured: str, kind: str
         attempts=(attempt,),
     )
     assert (
-        kind_of(row) == kind
-        and kind_of(replace(row, state="differs_from_cpu")) == "differs_from_cpu"
+        describe_kind(row) == kind
+        and describe_kind(replace(row, state="differs_from_cpu")) == "differs_from_cpu"
     )
 
 
@@ -365,7 +365,7 @@ def test_what_worked_before_differs_without_an_expectation(
     assert [each.kind for each in head.attention] == [kind] * bool(kind)
     assert exit_code(head.rows, 1) == bool(kind)
     if not kind:
-        assert describe_exit(0, head, Summary()).endswith("; 2 results without an expectation")
+        assert exit_line(0, head, RunTotals()).endswith("; 2 results without an expectation")
     if now is GONE:
         assert head.cases[0].state == ("absent" if kind else "fixed")
         assert ("reproduced before" in " ".join(head.sentences)) == bool(kind)
@@ -396,7 +396,7 @@ def test_a_fix_that_worked_with_the_release_before_differs() -> None:
         ("no-such", []),
     ):
         dead = [
-            compared(row, {known.slug: known})
+            with_catalog(row, {known.slug: known})
             for row in night({variant: ("reproduced", "NOT_FIXED")}, **at)
         ]
         assert [each.kind for each in after([], dead, {known.slug: known}).attention] == kinds, (
@@ -422,7 +422,7 @@ def test_a_release_that_nobody_measured_has_an_answer() -> None:
         now = night(
             {name.replace("_", "-"): made[verdict] for name, verdict in fixes.items()}, **at
         )
-        return headline([compared(row, known) for row in now], known)
+        return headline([with_catalog(row, known) for row in now], known)
 
     same = head(BETWEEN, non_reentrant="FIXED", static_graph="FIXED")
     assert (
@@ -432,8 +432,8 @@ def test_a_release_that_nobody_measured_has_an_answer() -> None:
     )
     assert exit_code(same.rows, 1) == 0 and "0 differ" not in same.sentences[0]
     assert "nearest measured releases; none differs" in same.sentences[0]
-    assert "torch 2.6.0" in " ".join(same.sentences) and "as expected" not in describe_exit(
-        0, same, Summary()
+    assert "torch 2.6.0" in " ".join(same.sentences) and "as expected" not in exit_line(
+        0, same, RunTotals()
     )
     other = head(BETWEEN, non_reentrant="NOT_FIXED", static_graph="FIXED")
     assert [each.kind for each in other.attention] == ["stopped_working"] and exit_code(
@@ -468,7 +468,7 @@ def nothing_stored(**fixes: str) -> list[Row]:
     now = night(
         {name.replace("_", "-"): made[verdict] for name, verdict in fixes.items()}, case=case.slug
     )
-    return [compared(row, {case.slug: case}) for row in now]
+    return [with_catalog(row, {case.slug: case}) for row in now]
 
 
 def test_documented_fix_that_fails_is_news_where_nothing_is_stored() -> None:
@@ -486,7 +486,7 @@ def test_documented_fix_that_fails_is_news_where_nothing_is_stored() -> None:
         and "stopped working" not in fact.text
         and fact.text.startswith("1 documented fix does not work")
     )
-    assert head.unconfirmed[0] in describe_exit(3, head, Summary())
+    assert head.unconfirmed[0] in exit_line(3, head, RunTotals())
     assert [
         each.result[0].type
         for suite in JUnitXml.fromstring(to_junit(cells_of(dead), head, Remarks()).encode())
@@ -578,7 +578,7 @@ def test_result_that_differed_from_a_prediction_is_no_reference() -> None:
 def test_exit_line_names_expectations_that_are_not_committed() -> None:
     head = of(cell("reproduced", {"a": "FIXED"}))
     lines = [
-        describe_exit(0, head, Summary(), files)
+        exit_line(0, head, RunTotals(), files)
         for files in ([], ["results/expected/some-case.yaml"])
     ]
     assert ["some-case.yaml" in each for each in lines] == [False, True]

@@ -20,7 +20,7 @@ from repro_matrix.changes.sides import from_row
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
-from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
+from repro_matrix.report.page_model import CellView, Page, build_page, cells_of
 from repro_matrix.report.render import render_file, render_site
 from repro_matrix.report.terminal import LABELS
 from repro_matrix.text import block, line
@@ -62,11 +62,11 @@ class Document(HTMLParser):
         ]
 
 
-def page(*cells: Cell, **more: Any) -> Page:
+def page(*cells: CellView, **more: Any) -> Page:
     return build_page(cells, head(cells), "a title", "created now", {}, **more)
 
 
-def shown(*cells: Cell, **more: Any) -> Document:
+def shown(*cells: CellView, **more: Any) -> Document:
     return Document(render_file(page(*cells, **more)))
 
 
@@ -185,7 +185,7 @@ def test_only_what_needs_attention_is_red() -> None:
         ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),
     ],
 )
-def test_page_headline(cells: tuple[Cell, ...], texts: list[str], symbol: str | None) -> None:
+def test_page_headline(cells: tuple[CellView, ...], texts: list[str], symbol: str | None) -> None:
     parsed = shown(*cells)
     (text,) = parsed.find("body")
     assert not [one for one in texts if one not in text]

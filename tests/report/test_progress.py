@@ -9,7 +9,7 @@ import pytest
 from observations import document
 from report_cells import stored_cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.report.run_summary import Progress
+from repro_matrix.report.run_summary import RunProgress
 from repro_matrix.runner.engine import Event
 
 
@@ -18,12 +18,12 @@ def event(kind: str, name: str, **values: Any) -> Event:
     return Event(kind, plan, "unfixed", **values)
 
 
-def shown(progress: Progress) -> list[str]:
+def shown(progress: RunProgress) -> list[str]:
     return [task.description.strip() for task in progress.bar.tasks]
 
 
 def test_running_attempts_are_shown_with_their_device_until_they_end() -> None:
-    progress = Progress()
+    progress = RunProgress()
     progress.event(Event("time", text="waiting for GPUs that another run holds"))
     assert shown(progress) == ["0/0 attempts, 0/0 cells  waiting for GPUs that another run holds"]
     progress.event(event("cells", "a/b", attempts=2, seconds=10.0))
@@ -38,7 +38,7 @@ def test_silence_without_a_terminal_is_interrupted_by_what_runs(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("repro_matrix.report.run_summary.time.monotonic", lambda: clock[0])
-    progress = Progress()
+    progress = RunProgress()
     with progress:
         progress.event(event("cells", "slow", attempts=1, seconds=90.0))
         progress.event(event("start", "slow", device="cpu"))
@@ -54,7 +54,7 @@ def test_silence_without_a_terminal_is_interrupted_by_what_runs(
 def test_line_of_a_cell_is_short_and_names_a_reason_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    progress = Progress(cases={})
+    progress = RunProgress(cases={})
     reason = "needs 2 GPUs " + "x" * 900
     skipped = document({"unfixed": reason, "fix": reason}, {})
     for number, stored in enumerate([stored_cell(), skipped, skipped]):

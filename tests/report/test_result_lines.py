@@ -16,9 +16,9 @@ from repro_matrix import text
 from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.report.headline import headline
 from repro_matrix.report.result_lines import MOST_CASES, result_lines
-from repro_matrix.report.run_summary import describe_exit
+from repro_matrix.report.run_summary import exit_line
 from repro_matrix.results.rows import Row
-from repro_matrix.runner.engine import Summary
+from repro_matrix.runner.engine import RunTotals
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
 BOOM["ranks"][0]["log_tail"] = (
@@ -263,11 +263,11 @@ def test_one_line_removes_whole_terminal_sequences() -> None:
 def test_describe_exit_gives_the_reason() -> None:
     odd = headline(rows(cell("NOT_FIXED", "unexpected")), {})
     assert (
-        describe_exit(1, odd, Summary())
+        exit_line(1, odd, RunTotals())
         == "exit code 1: 1 documented fix stopped working: some-case/fix"
     )
-    assert describe_exit(0, headline([], {}), Summary()) == "exit code 0: everything as expected"
-    assert "repro doctor" in describe_exit(3, odd, Summary())
+    assert exit_line(0, headline([], {}), RunTotals()) == "exit code 0: everything as expected"
+    assert "repro doctor" in exit_line(3, odd, RunTotals())
 
 
 @pytest.mark.parametrize(

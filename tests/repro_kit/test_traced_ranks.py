@@ -48,7 +48,7 @@ def test_reference_and_trained_model_are_sides_of_one_trace(
     launched(
         warm, dataclasses.replace(made, run_id="test-run", stack_cache=STACK_CACHE, trace=trace)
     )
-    place = tracing.place(tmp_path / "trace")
+    place = tracing.locate_difference(tmp_path / "trace")
     assert (place["verdict"], place["stage"], place["step"]) == (verdict, stage, step), place[
         "sentence"
     ]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from repro_matrix.baseline.accept import place
+from repro_matrix.baseline.accept import published_place
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation, text
@@ -154,7 +154,7 @@ def test_invalid_expectations_disable_their_case_only(
     assert code == 2 and wrong in err and "Traceback" not in err
     results = checkout / "one"  # what was measured of it cannot pass
     stored = next(Store(BASELINE).documents(cases=["train-step"]))
-    path = results / f"{place(stored)}.json"
+    path = results / f"{published_place(stored)}.json"
     path.parent.mkdir(parents=True)
     write_json(path, stored)
     code, out, _ = said(capsys, "report", str(results), "--format", "junit")

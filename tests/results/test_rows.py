@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repro_matrix.baseline.accept import regrade
+from repro_matrix.baseline.accept import regrade_folder
 from repro_matrix.baseline.derivation import lacking
 from repro_matrix.changes.regressions import since_last_passing
 from repro_matrix.cli.main import main
@@ -24,7 +24,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.records.document import Document
 from repro_matrix.results import runs, summary
-from repro_matrix.results.rows import Row, adapter, compared
+from repro_matrix.results.rows import Row, adapter, with_catalog
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, load_rows, write_rows
 
@@ -143,7 +143,7 @@ def test_load_rows_takes_roles_from_the_catalog_without_grading_again(
     )
     synced = {(row.variant, row.role, row.help) for row in changed if row.variant == "synced"}
     assert synced == {("synced", "probe", "other words")} and graded == []
-    assert {compared(row, {}).role for row in before if not row.first} == {"probe"}, (
+    assert {with_catalog(row, {}).role for row in before if not row.first} == {"probe"}, (
         "a case that is gone"
     )
 
@@ -189,7 +189,7 @@ def test_load_rows_reads_what_a_run_appended(
 def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[str, Case]) -> None:
     rows = load_rows(folder, cases)
     write_rows(folder, rows)
-    assert not any(regrade(folder, cases)[1].values())
+    assert not any(regrade_folder(folder, cases)[1].values())
     path = folder / rows[0].evidence
     document = json.loads(path.read_text())
     attempt = document["variants"]["unfixed"]["attempts"][0]["observation"]
@@ -210,7 +210,7 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
         path.write_text(path.read_text()[:500])
     elif how != "verdict":
         write_json(path, document)
-    found = regrade(folder, cases)[1][
+    found = regrade_folder(folder, cases)[1][
         {"verdict": "differences", "truncated": "damaged"}.get(how, "edited")
     ]
     assert found and all(rows[0].evidence in text or how == "verdict" for text in found)

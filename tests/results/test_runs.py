@@ -14,7 +14,7 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.runner import run as workspace
-from repro_matrix.runner.engine import Summary
+from repro_matrix.runner.engine import RunTotals
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "cell") -> Path:
-    folder = runs.begin(root, texts)
+    folder = runs.create_run(root, texts)
     if cell:
         (folder / "cpu" / "stack" / "case").mkdir(parents=True)
         (folder / "cpu" / "stack" / "case" / f"{cell}.json").write_text("{}")
@@ -41,12 +41,12 @@ def test_prune_keeps_the_last_runs_and_those_in_use(
     for number in used & set(range(count)):
         stores.append(Store(made[number]))
         stores[-1].open()
-    runs.prune(root, kept)
+    runs.prune_runs(root, kept)
     gone = [each for each in made if not each.exists()]
     assert gone == [
         each for number, each in enumerate(made[: max(0, count - kept)]) if number not in used
     ]
-    assert [each.folder for each in runs.listed(root)] == [
+    assert [each.folder for each in runs.list_runs(root)] == [
         each for each in made if each not in gone
     ]
     for store in stores:
@@ -94,7 +94,7 @@ def test_folder_records_how_the_run_ended(scratch: Path, tmp_path: Path) -> None
         settings = RunSettings(results=results)
         with measuring(settings, ["case=a"], continued) as finish:
             used = Path(str(settings.results))
-            found = runs.read(used)
+            found = runs.read_run(used)
             assert (
                 used == (named if results else continued or used)
                 and found
@@ -103,17 +103,17 @@ def test_folder_records_how_the_run_ended(scratch: Path, tmp_path: Path) -> None
             assert (runs.last_run(scratch).resolve() == used.resolve()) is (results is None), (
                 "it is the last one now"
             )
-            finish(Summary(interrupted=used == named))
-        found = runs.read(used)
+            finish(RunTotals(interrupted=used == named))
+        found = runs.read_run(used)
         assert found and found.state == (runs.UNFINISHED if used == named else runs.ENDED)
-    assert len(runs.listed(scratch)) == 3
+    assert len(runs.list_runs(scratch)) == 3
     for results, continued in ((str(named), None), (None, before), (None, None)):
         with (
             pytest.raises(ZeroDivisionError),
             measuring(RunSettings(results=results), [], continued),
         ):
             raise ZeroDivisionError
-        assert named.is_dir() and before.is_dir() and len(runs.listed(scratch)) == 3, (
+        assert named.is_dir() and before.is_dir() and len(runs.list_runs(scratch)) == 3, (
             "only a new folder is removed"
         )
 
@@ -124,8 +124,8 @@ def test_folder_with_results_option_stores_its_selection(
     settings, absent = RunSettings(results=str(tmp_path / "mine")), f"results={tmp_path / 'absent'}"
     cell: Any = Namespace(hardware="cpu", stack="current", key="a/m-ddp")
     with measuring(settings, ["case=a", f"results={settings.results}"]) as finish:
-        finish(Summary(interrupted=True, not_started=[cell]))
-    found = runs.read(tmp_path / "mine")
+        finish(RunTotals(interrupted=True, not_started=[cell]))
+    found = runs.read_run(tmp_path / "mine")
     assert found and found.left == ("cpu current a/m-ddp",), "what the time limit left"
     assert workspace.resumed([f"results={settings.results}"]) == (
         ["case=a", f"results={settings.results}"],
@@ -158,5 +158,5 @@ def test_second_run_overwrites_nothing(
     assert "1 attempt of an earlier run used again, 0 launched" in capsys.readouterr().out
     assert (
         runs.last_run(scratch) == found[1]
-        and [each.state for each in runs.listed(scratch)] == [runs.ENDED] * 2
+        and [each.state for each in runs.list_runs(scratch)] == [runs.ENDED] * 2
     )

@@ -23,27 +23,27 @@ from repro_matrix.records.outcome import Outcome
 from repro_matrix.runner import adhoc_case
 from repro_matrix.runner.adhoc_case import known_failures
 from repro_matrix.runner.script_failure import (
-    Failure,
+    ScriptFailure,
     error,
-    exit_code,
+    failure_by_exit_code,
+    failure_in_log,
     hang,
     learned,
-    log,
     metric,
 )
-from repro_matrix.search.script_prober import describe
+from repro_matrix.search.script_prober import describe_probe_result
 from script_observations import FAILED, FINE, UPSTREAM, WHERE, of_attempt, raised, rank, seen
 
-ANY = Failure()
+ANY = ScriptFailure()
 Json = dict[str, Any]
 
 
-def case_of(failure: Failure) -> AdhocCase:
+def case_of(failure: ScriptFailure) -> AdhocCase:
     command = adhoc_case.Command(("train.py",), 2, False, "train", "train.py")
     return adhoc_case.Script(command, failure, Path("results"), 60.0).case()
 
 
-def graded(failure: Failure, observation: Json) -> Outcome:
+def graded(failure: ScriptFailure, observation: Json) -> Outcome:
     case = case_of(failure)
     return grade(case, VARIANT, observation, {case.slug: case})  # type: ignore[arg-type]
 
@@ -83,8 +83,8 @@ IN_THREAD["ranks"][0]["record"]["threads"] = [raised("ValueError", "bad value 3"
         (ANY, IN_THREAD, "passed"),
         (ANY, FAILED, "other_failure"),
         (ANY, FINE, "passed"),
-        (exit_code(3), seen(rank(0, 3), command_exit=1), "reproduced"),
-        (exit_code(3), seen(rank(0, 4), command_exit=1), "other_failure"),
+        (failure_by_exit_code(3), seen(rank(0, 3), command_exit=1), "reproduced"),
+        (failure_by_exit_code(3), seen(rank(0, 4), command_exit=1), "other_failure"),
         (hang(60), LATE, "reproduced"),
         (hang(60), SLOW, "reproduced"),
         (error("IndexError"), SLOW, "infra_error"),
@@ -95,7 +95,7 @@ IN_THREAD["ranks"][0]["record"]["threads"] = [raised("ValueError", "bad value 3"
         (metric("loss > 3.2"), {**FINE, **values(float("nan"))}, "other_failure"),
         (metric("loss > 3.2"), {**CRASH, **values(3.3)}, "other_failure"),  # an earlier step's loss
         (metric("loss > 3.2"), {**FINE, **values(9.0, rank_=1, cut=True)}, "infra_error"),
-        (log("no such line"), {**FINE, **values(cut=True)}, "infra_error"),
+        (failure_in_log("no such line"), {**FINE, **values(cut=True)}, "infra_error"),
         (ANY, seen(rank(0), command_exit=1), "other_failure"),
         (ANY, seen(rank(0), interrupted=True), "infra_error"),
         (error("IndexError"), infra("launch", rank(0, None)), "infra_error"),
@@ -114,7 +114,7 @@ IN_THREAD["ranks"][0]["record"]["threads"] = [raised("ValueError", "bad value 3"
         ),
     ],
 )
-def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:
+def test_grade_script_outcome(failure: ScriptFailure, observation: Json, outcome: str) -> None:
     found = graded(failure, observation)
     assert found.outcome == outcome, found
 
@@ -141,11 +141,11 @@ def test_learned_failure_matches_only_itself(same: bool, other: Json) -> None:
     [
         (lambda: error("no type"), "TYPE: REGEX"),
         (lambda: error("Exception: x"), "Name the type"),
-        (lambda: log("x*"), "matches an empty line"),
+        (lambda: failure_in_log("x*"), "matches an empty line"),
         (lambda: metric("loss = 3"), "NAME > NUMBER"),
         (lambda: metric("loss > many"), "not a number"),
         (lambda: metric("/loss .*/ > 3"), "one group"),
-        (lambda: exit_code(300), "1 to 255"),
+        (lambda: failure_by_exit_code(300), "1 to 255"),
     ],
 )
 def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
@@ -156,14 +156,14 @@ def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
 # -- what is read from logs
 
 
-def user_command(failure: Failure) -> AdhocCase:
+def user_command(failure: ScriptFailure) -> AdhocCase:
     return AdhocCase.model_construct(log=failure.log, metric=failure.metric)
 
 
 @pytest.mark.parametrize(
     ("failure", "logs", "expected"),
     [
-        (log("KNOWN BAD"), ["\x1b[31mKNOWN\x1b[0m BAD\n"], ["KNOWN BAD"]),
+        (failure_in_log("KNOWN BAD"), ["\x1b[31mKNOWN\x1b[0m BAD\n"], ["KNOWN BAD"]),
         (metric("loss > 3"), ["loss: 1.0\nloss: \x1b[31m12.5\x1b[0m\n"], 12.5),
         (metric("loss > 3"), ["loss: 0.5\rloss: 9.5\rdone\n"], 9.5),
         (metric("loss > 3"), ["loss: 3,400.5\n"], None),
@@ -172,7 +172,7 @@ def user_command(failure: Failure) -> AdhocCase:
     ],
 )
 def test_printed_of_logs_has_lines_and_numbers(
-    failure: Failure, logs: list[str], expected: Any, tmp_path: Path
+    failure: ScriptFailure, logs: list[str], expected: Any, tmp_path: Path
 ) -> None:
     paths = [(number, tmp_path / f"{number}.log") for number in range(len(logs))]
     for (_, path), text in zip(paths, logs):
@@ -282,7 +282,7 @@ def test_run_bad_input_is_refused_before_a_launch(
 def test_command_after_dashes_keeps_its_options() -> None:
     parser = arguments.Parser(prog="repro run")
     run.configure(parser)
-    args = arguments.parse(
+    args = arguments.parse_arguments(
         parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"]
     )
     assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
@@ -379,7 +379,9 @@ def test_script_report_names_error_also_of_a_child_process() -> None:
                 }
             },
         }
-        assert part in "\n".join(describe(case_of(error("IndexError: list")), document))
+        assert part in "\n".join(
+            describe_probe_result(case_of(error("IndexError: list")), document)
+        )
 
 
 def test_script_report_has_the_last_lines_of_a_rank_that_raised_nothing_once() -> None:
@@ -398,7 +400,7 @@ def test_script_report_has_the_last_lines_of_a_rank_that_raised_nothing_once() -
             }
         },
     }
-    lines = list(describe(case_of(error("IndexError: list")), document))
+    lines = list(describe_probe_result(case_of(error("IndexError: list")), document))
     assert (
         not any("first: " in line for line in lines)
         and sum(usage.split("\n")[0] in line for line in lines) == 1

@@ -19,7 +19,7 @@ from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
-from repro_matrix.runner.engine import Summary
+from repro_matrix.runner.engine import RunTotals
 from repro_matrix.runner.run import PLANTED, canary_catalogue, canary_problem, wrong_canaries
 from repro_matrix.runner.session import Session
 from test_engine import CATALOGUE, STACK
@@ -133,7 +133,7 @@ class Canaries:
                 replace(plan, variants=[replace(variant, skip=None) for variant in plan.variants])
             )
 
-        def run(plans: list[CellPlan], stop: threading.Event) -> Summary:
+        def run(plans: list[CellPlan], stop: threading.Event) -> RunTotals:
             self.rounds.append(plans)
             found = []
             for plan in plans:
@@ -156,7 +156,7 @@ class Canaries:
                     one |= {"variants": {"any": {"attempts": [attempt]}}}
                     one["verdicts"] = dict.fromkeys(one["verdicts"], nothing)
                 found.append(one)
-            return Summary(documents=found)
+            return RunTotals(documents=found)
 
         monkeypatch.setattr(
             workspace, "Engine", lambda *_: type("Fake", (), {"run": staticmethod(run)})

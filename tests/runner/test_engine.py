@@ -31,7 +31,7 @@ from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.store import Store, code_hashes
 from repro_matrix.runner.attempts import Workplace
-from repro_matrix.runner.engine import Engine, Event, Summary
+from repro_matrix.runner.engine import Engine, Event, RunTotals
 from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.runner.schedule import Took
 from repro_matrix.runner.session import Session, seconds_of
@@ -168,7 +168,7 @@ def engine_of(
 ) -> Iterator[tuple[Engine, list[CellPlan]]]:
     """An engine, and the plans of the case's cells on each profile."""
     machine, stacks = Machine((), None, "cpu", 2, 24.0, "linux"), {"current": STACK}
-    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse_overrides([f"case={case}"]))
     placed = [
         cell for one in profiles for cell in matrix.place(CATALOGUE, cells, [one], auto=False)[0]
     ]
@@ -199,7 +199,7 @@ def run(
     jobs: int = 1,
     stop: threading.Event | None = None,
     code: dict[str, str] | None = None,
-) -> Summary:
+) -> RunTotals:
     settings = RunSettings(variants=list(variants), repeat=1, jobs=jobs, order="declared")
     on_event = (events if events is not None else []).append
     with engine_of(tmp_path, launcher, settings, on_event=on_event, earlier=earlier, code=code) as (
@@ -209,7 +209,7 @@ def run(
         return engine.run(plans, stop or threading.Event(), resume)
 
 
-def verdicts(summary: Summary) -> dict[str, str]:
+def verdicts(summary: RunTotals) -> dict[str, str]:
     return {
         variant: verdict["name"] for variant, verdict in summary.documents[0]["verdicts"].items()
     }
@@ -245,7 +245,7 @@ def test_script_changed_during_the_run_is_infra(
         if attempt.settings["variant"] == "root-call":
             script.write_text(script.read_text() + "\n# saved\n")
 
-    def outcomes(found: Summary) -> dict[str, str]:
+    def outcomes(found: RunTotals) -> dict[str, str]:
         attempts = {name: each["attempts"] for name, each in found.documents[0]["variants"].items()}
         return {
             name: made[0]["outcome"].get("infra_error") for name, made in attempts.items() if made

@@ -19,7 +19,7 @@ from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
 from repro_matrix.environment.machine import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
-from repro_matrix.runner.engine import Engine, Event, Summary
+from repro_matrix.runner.engine import Engine, Event, RunTotals
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import ON_CPU, REPRODUCED, SLUG, Fake, engine_of, observation, verdicts
 
@@ -43,7 +43,7 @@ class Run:
 
     def __call__(
         self, gpus: list[FakeGpu], fault: Fault | None = None, *others: Profile
-    ) -> Summary:
+    ) -> RunTotals:
         self.driver = FakeNvml(gpus).install(self.monkeypatch)
 
         def launch(attempt: Attempt, stop: threading.Event) -> Any:
@@ -91,7 +91,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path, monkeypatch)
 
 
-def attempts_of(summary: Summary) -> list[dict[str, Any]]:
+def attempts_of(summary: RunTotals) -> list[dict[str, Any]]:
     return [
         attempt
         for variant in summary.documents[0]["variants"].values()
@@ -99,7 +99,7 @@ def attempts_of(summary: Summary) -> list[dict[str, Any]]:
     ]
 
 
-def outcomes(summary: Summary, variant: str) -> list[str]:
+def outcomes(summary: RunTotals, variant: str) -> list[str]:
     return [
         each["outcome"]["outcome"] for each in summary.documents[0]["variants"][variant]["attempts"]
     ]

@@ -14,7 +14,7 @@ import pytest
 from launching import attempt_of
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, other_user, stranger
 from repro_matrix.errors import ReproError
-from repro_matrix.launch.attempt import prepare, remove
+from repro_matrix.launch.attempt import create_files, remove
 from repro_matrix.runner import gpu_pool
 from repro_matrix.runner.gpu_pool import (
     GpuLocks,
@@ -188,7 +188,7 @@ def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> 
     run = f"run-{os.getpid()}"
     process = sleeper(run)
     folder = tmp_path / "runs" / run
-    prepare(attempt_of(folder / "attempt", "nothing"))
+    create_files(attempt_of(folder / "attempt", "nothing"))
     with register_run(tmp_path, run):
         assert clear_leftovers(tmp_path) == [] and process.poll() is None
     lock = next((tmp_path / "nodes").iterdir()) / "runs" / f"{run}.lock"

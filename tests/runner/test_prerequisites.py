@@ -47,7 +47,9 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
 
 def plans(stack: Stack, *texts: str, weights: Literal["random", "hub"] = "hub") -> list[CellPlan]:
     machine, profile = Machine((), None, "cpu", 2, 24.0, "linux"), Profile("cpu", "cpu", "gloo", ())
-    named = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step", *texts]))
+    named = matrix.enumerate_cells(
+        CATALOGUE, overrides.parse_overrides(["case=train-step", *texts])
+    )
     cells = place(CATALOGUE, named, [profile], auto=False)[0]
     stacks = {"current": stack}
     return Planner(

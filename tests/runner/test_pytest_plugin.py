@@ -14,10 +14,10 @@ import pytest
 from observations import document, observation, ok
 from repro_matrix.baseline.quarantine import Quarantine
 from repro_matrix.paths import CONFIG_PATH
-from repro_matrix.pytest_cells import Measurement, Place, place_of, results_of
+from repro_matrix.pytest_cells import Measurement, Place, item_place, results_of
 from repro_matrix.runner import run as workplace
 from repro_matrix.runner import session
-from repro_matrix.runner.engine import Event, Summary
+from repro_matrix.runner.engine import Event, RunTotals
 
 pytest_plugins = ["pytester"]
 CASE = "ddp-unfinished-reduction"
@@ -214,18 +214,18 @@ def test_plugin_invalid_selection_is_a_usage_error(
 def prepared_measurement(tmp_path: Path, *variants: str) -> tuple[Measurement, Place]:
     texts = [f"case={CASE}", f"results={tmp_path}"]
     prepared = session.prepare(texts, build_stacks=False)
-    place = place_of(prepared.plans[0])
+    place = item_place(prepared.plans[0])
     return Measurement(prepared, texts, (), wanted={place: list(variants)}), place
 
 
 def test_measurement_runs_selected_variants_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def execute(prepared: Any, take: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
+    def execute(prepared: Any, take: Any, stop: threading.Event, *, on_warning: Any) -> RunTotals:
         (plan,) = prepared.plans
         launched.append([variant.variant for variant in plan.variants])
         take(Event("cell", plan, document=launched[-1]))  # type: ignore[arg-type]
-        return Summary()
+        return RunTotals()
 
     launched: list[list[str]] = []
     monkeypatch.setattr(workplace, "execute", execute)

@@ -17,11 +17,17 @@ from repro_matrix.environment.stacks import spec
 from repro_matrix.runner import adhoc_case, script_failure, session
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import Script, in_shell
-from repro_matrix.runner.script_failure import Failure, error, exit_code, hang, metric
-from repro_matrix.search.script_prober import describe
+from repro_matrix.runner.script_failure import (
+    ScriptFailure,
+    error,
+    failure_by_exit_code,
+    hang,
+    metric,
+)
+from repro_matrix.search.script_prober import describe_probe_result
 
 pytestmark = pytest.mark.ranks
-ANY = Failure()
+ANY = ScriptFailure()
 
 
 class Bench:
@@ -34,18 +40,18 @@ class Bench:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
-    def document(self, words: str, wanted: Failure = ANY, **how: Any) -> Any:
+    def document(self, words: str, wanted: ScriptFailure = ANY, **how: Any) -> Any:
         self.script = Script(
             adhoc_case.command_of_words(words.split()), wanted, self.folder / "results", **how
         )
         prepared = session.prepare(self.script.request(), given={"current": in_shell(self.stack)})
         return workspace.execute(prepared, lambda event: None, threading.Event()).documents[0]
 
-    def run(self, words: str, wanted: Failure = ANY, **how: Any) -> dict[str, Any]:
+    def run(self, words: str, wanted: ScriptFailure = ANY, **how: Any) -> dict[str, Any]:
         (attempt,) = self.document(words, wanted, **how)["variants"]["unfixed"]["attempts"]
         return dict(attempt)
 
-    def plain(self, text: str, wanted: Failure = ANY) -> dict[str, Any]:
+    def plain(self, text: str, wanted: ScriptFailure = ANY) -> dict[str, Any]:
         """Start as `python train.py`: the cheapest launch, with the same hooks."""
         self.write(text)
         return self.run("python train.py", wanted)
@@ -136,7 +142,7 @@ def test_torchrun_of_two_ranks_records_each_and_changes_nothing(bench: Bench) ->
     ],
 )
 def test_plain_script_end_gives_outcome(
-    bench: Bench, text: str, wanted: Failure, outcome: str, expected: str
+    bench: Bench, text: str, wanted: ScriptFailure, outcome: str, expected: str
 ) -> None:
     found = bench.plain(text, wanted)
     assert found["outcome"]["outcome"] == outcome, found["outcome"]
@@ -151,7 +157,7 @@ def test_end_without_pythons_exit_is_noted(bench: Bench) -> None:
     ):
         bench.write(text)
         document = bench.document("python train.py")
-        shown = "\n".join(describe(bench.script.case(), document))
+        shown = "\n".join(describe_probe_result(bench.script.case(), document))
         assert (
             "passed 1 of 1" in shown
             and ("note: rank 0 ended without Python's exit" in shown) == noted
@@ -193,7 +199,8 @@ def test_plain_script_imports_the_environments_sitecustomize(
     bench.write("import builtins; builtins.was_here = 7", "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(bench.folder))
     found = bench.plain(
-        "import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", exit_code(7)
+        "import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)",
+        failure_by_exit_code(7),
     )
     assert found["outcome"]["outcome"] == "reproduced"
 
@@ -210,7 +217,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     assert document["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "other_failure"
     (note,) = document["stack"]["changed"]
     assert str(patched) in note
-    assert f"  note: {note}" in list(describe(bench.script.case(), document))
+    assert f"  note: {note}" in list(describe_probe_result(bench.script.case(), document))
     key = in_shell(bench.stack).key
     patched.write_text("patched = 0", encoding="utf-8")
     os.utime(patched, (1, 1))
@@ -404,7 +411,7 @@ def test_parameters_of_a_script_are_checked_at_its_end(
     )
     (attempt,) = document["variants"]["unfixed"]["attempts"]
     assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
-    shown = "\n".join(describe(bench.script.case(), document))
+    shown = "\n".join(describe_probe_result(bench.script.case(), document))
     assert text in shown
     if outcome == "infra_error":
         assert (
@@ -479,7 +486,7 @@ def test_samples_of_a_script_are_disjoint_and_complete(
     document = bench.document(line, script_failure.with_checks(ANY, ("data",)), checks=("data",))
     (attempt,) = document["variants"]["unfixed"]["attempts"]
     assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
-    assert text in "\n".join(describe(bench.script.case(), document))
+    assert text in "\n".join(describe_probe_result(bench.script.case(), document))
 
 
 def test_script_without_a_model_is_not_checked_rather_than_passed(bench: Bench) -> None:

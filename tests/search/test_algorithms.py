@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.search.algorithms import (
     Boundary,
+    ChangeSide,
     NoMoreProbes,
-    Side,
     Trail,
     bisect,
     boundaries,
@@ -27,14 +27,14 @@ from repro_matrix.search.algorithms import (
 from repro_matrix.search.parameters import (
     OUT,
     Config,
-    Parameter,
+    Setting,
     arguments_of,
     needed,
     reduce,
-    replaced,
+    with_value,
 )
 
-GOOD, BAD, UNKNOWN = Side.GOOD, Side.BAD, Side.UNKNOWN
+GOOD, BAD, UNKNOWN = ChangeSide.GOOD, ChangeSide.BAD, ChangeSide.UNKNOWN
 SIDES = st.sampled_from([GOOD, BAD, UNKNOWN])
 LABELS = st.sampled_from(["passed", "reproduced", "other_failure: KeyError", None])
 NAMES = "abcdefghij"
@@ -57,7 +57,7 @@ class Probe:
         return self.answer(question)
 
 
-def bisected(history: list[Side], **how: Any) -> tuple[Boundary, Trail[int, Side]]:
+def bisected(history: list[ChangeSide], **how: Any) -> tuple[Boundary, Trail[int, ChangeSide]]:
     last = len(history) - 1
     trail = Trail(Probe(history.__getitem__), {0: GOOD, last: BAD}, **how)
     found = bisect(trail, 0, last)
@@ -82,7 +82,7 @@ def test_bisect_monotone_history_is_exact_within_its_probes(case: tuple[int, int
     st.lists(SIDES, max_size=80) | st.lists(st.sampled_from([GOOD, BAD]), max_size=120),
     st.integers(2, 12),
 )
-def test_bisect_any_history_gives_a_real_change(middle: list[Side], most: int) -> None:
+def test_bisect_any_history_gives_a_real_change(middle: list[ChangeSide], most: int) -> None:
     _, limited = bisected([GOOD, *middle, BAD], max_probes=most)
     assert len(limited.answers) <= most and (limited.ended is None or len(limited.answers) == most)
     found, trail = bisected([GOOD, *middle, BAD])
@@ -221,17 +221,17 @@ def test_find_culprits_lists_unproven_members(count: int, rng: random.Random) ->
 Answers = Callable[[Config], bool | None]
 
 
-def number(name: str, most: int) -> Parameter:
-    return Parameter(name, most, tuple(range(1, most + 1)), number=True)
+def number(name: str, most: int) -> Setting:
+    return Setting(name, most, tuple(range(1, most + 1)), number=True)
 
 
 PARAMETERS = (
-    Parameter("mixed", "bf16", (None, "bf16")),
-    Parameter("call", "inner", ("inner", "root", "summon")),
-    Parameter("wrap", "size", ("layer", "size", "none")),
+    Setting("mixed", "bf16", (None, "bf16")),
+    Setting("call", "inner", ("inner", "root", "summon")),
+    Setting("wrap", "size", ("layer", "size", "none")),
     number("layers", 24),
     number("hidden", 16),
-    Parameter("--n", 4, (OUT, 1, 2, 4), number=True),
+    Setting("--n", 4, (OUT, 1, 2, 4), number=True),
 )
 GIVEN: Config = tuple(parameter.given for parameter in PARAMETERS)
 
@@ -287,7 +287,7 @@ def test_reduce_result_is_minimal_and_every_choice_is_tested(answer: Answers, mo
         limited.answers
     )  # the same probes in the same order
     for at, (parameter, value) in enumerate(zip(PARAMETERS, config)):
-        configs = {other: replaced(config, at, other) for other in parameter.values}
+        configs = {other: with_value(config, at, other) for other in parameter.values}
         asked = {
             other: trail.answers[each] for other, each in configs.items() if each in trail.answers
         }
@@ -310,7 +310,7 @@ def test_reduce_result_is_minimal_and_every_choice_is_tested(answer: Answers, mo
     ],
 )
 def test_needed_follows_from_answers(
-    parameter: Parameter, value: Any, answers: dict[Any, Any], need: bool | None
+    parameter: Setting, value: Any, answers: dict[Any, Any], need: bool | None
 ) -> None:
     assert needed(parameter, value, answers) is need
 

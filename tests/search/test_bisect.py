@@ -17,7 +17,7 @@ from observations import failed, observation
 from probing import BASE, CASE, World, before, result, world
 from repro_matrix.cli.main import main
 from repro_matrix.environment import stacks
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import make_request
 from repro_matrix.search.prober import Prober, answer_of
 
 __all__ = ["world"]
@@ -482,6 +482,6 @@ def test_answer_of_a_variant_that_was_not_launched_has_the_reason() -> None:
 
 
 def test_prober_leaves_out_variants_with_a_stack_of_their_own(world: World) -> None:
-    search = Prober(ask(["case=qwen15-fsdp-kv-cache"]), print, threading.Event())
+    search = Prober(make_request(["case=qwen15-fsdp-kv-cache"]), print, threading.Event())
     assert search.own_stack == {"newer-transformers": "current"}
     assert "newer-transformers" not in search.variants and search.variants[0] == "unfixed"

@@ -12,9 +12,9 @@ import pytest
 from repro_matrix.cli import main as cli
 from repro_matrix.environment import stacks
 from repro_matrix.runner import session
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import make_request
 from repro_matrix.search import prober
-from repro_matrix.search.prober import Answer
+from repro_matrix.search.prober import ProbeAnswer
 from repro_matrix.search.reduce import CaseReduction
 from script_observations import FINE, of_attempt, raised, rank, seen
 
@@ -45,9 +45,9 @@ class Cell:
                 if variants == [search.variant]
                 else not self.fixed(search.config)
             )
-            if not isinstance(answer, Answer):
+            if not isinstance(answer, ProbeAnswer):
                 times = repeat if answer is True else int(answer)
-                answer = Answer("reproduced" if times else "passed", "x", times, repeat)
+                answer = ProbeAnswer("reproduced" if times else "passed", "x", times, repeat)
             return {"variants": {variants[0]: answer}}, Path(f"{len(self.launched)}.json"), repeat
 
         monkeypatch.setattr(CaseReduction, "request", remember)
@@ -108,7 +108,12 @@ def test_reduce_case_keeps_sizes_at_which_the_fix_passes(cell: Cell) -> None:
 
 def test_reduce_case_command_gives_the_reduced_cell() -> None:
     search = CaseReduction(
-        None, ask([f"case={CASE}"]), stacks.resolve("current"), None, print, threading.Event()
+        None,
+        make_request([f"case={CASE}"]),
+        stacks.resolve("current"),
+        None,
+        print,
+        threading.Event(),
     )
     simplest = tuple(each.simplest for each in search.parameters)
     prepared = session.prepare([f"case={CASE}", *search.command(simplest)[3:]])
@@ -138,7 +143,7 @@ def test_reduce_bad_input_is_refused(words: list[str], message: str, capsys: Cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("answer", "code"), [(False, 2), (Answer(None, "hang"), 3)])
+@pytest.mark.parametrize(("answer", "code"), [(False, 2), (ProbeAnswer(None, "hang"), 3)])
 def test_reduce_without_the_failure_is_refused(cell: Cell, answer: Any, code: int) -> None:
     cell.outcome = lambda at: answer
     assert cell.reduce()[0] == code
@@ -160,7 +165,7 @@ def test_reduce_flaky_failure_is_launched_more_often(cell: Cell) -> None:
 
 @pytest.mark.parametrize(("kind", "unsure"), [("launcher_died", True), ("script_error", False)])
 def test_reduce_infra_error_is_never_evidence(cell: Cell, kind: Any, unsure: bool) -> None:
-    killed = Answer(None, "killed by SIGKILL", infra_error=kind)
+    killed = ProbeAnswer(None, "killed by SIGKILL", infra_error=kind)
     cell.outcome = lambda at: killed if at["env.X"] == "(left out)" else True
     code, data = cell.reduce("env.X=1")
     found = next(each for each in data["varied"] if each["name"] == "env.X")

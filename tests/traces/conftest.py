@@ -2,7 +2,7 @@
 
 import pytest
 from repro_matrix.traces.comparison import locate
-from repro_matrix.traces.reader import read
+from repro_matrix.traces.reader import read_trace
 from simulated import train
 
 
@@ -22,7 +22,7 @@ def compare(good, tmp_path):
     """Simulate a training and compare it with the good side."""
 
     def compare(**settings):
-        runs = list(map(read, good))
-        return locate(runs[0], read(train(tmp_path / "bad", **settings)), runs[1:])
+        runs = list(map(read_trace, good))
+        return locate(runs[0], read_trace(train(tmp_path / "bad", **settings)), runs[1:])
 
     return compare

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repro_matrix.traces.alignment import Key, Step
 from repro_matrix.traces.comparison import grid, locate
-from repro_matrix.traces.reader import read
+from repro_matrix.traces.reader import read_trace
 from simulated import sketch, train
 
 DIVISIONS = st.fixed_dictionaries(
@@ -25,9 +25,9 @@ DIVISIONS = st.fixed_dictionaries(
 @settings(max_examples=8, deadline=None)
 @given(DIVISIONS)
 def test_any_division_agrees(good, division):
-    runs = list(map(read, good))
+    runs = list(map(read_trace, good))
     with tempfile.TemporaryDirectory() as folder:
-        location = locate(runs[0], read(train(Path(folder) / "x", **division)), runs[1:])
+        location = locate(runs[0], read_trace(train(Path(folder) / "x", **division)), runs[1:])
     assert location.verdict == "agrees", location.sentence()
     assert location.largest < 0.5
     assert location.coverage.not_compared == 0
@@ -37,12 +37,12 @@ def test_any_division_agrees(good, division):
 @settings(max_examples=4, deadline=None)
 @given(DIVISIONS, st.integers(1, 10**6))
 def test_the_good_side_may_be_divided_too(good, division, seed):
-    runs = list(map(read, good))
+    runs = list(map(read_trace, good))
     with tempfile.TemporaryDirectory() as folder:
         other = train(Path(folder) / "good", **division)
         location = locate(
-            read(other),
-            read(train(Path(folder) / "x", kind="shard", world=2, order=seed)),
+            read_trace(other),
+            read_trace(train(Path(folder) / "x", kind="shard", world=2, order=seed)),
             runs[1:],
         )
     assert location.verdict == "agrees", location.sentence()
@@ -57,14 +57,14 @@ def test_sketches_of_slices_add_up(size, parts, seed):
 
 
 def test_slices_add_up_to_the_whole_whatever_the_order_of_the_files(tmp_path):
-    whole = Step(read(train(tmp_path / "whole")), 0)
+    whole = Step(read_trace(train(tmp_path / "whole")), 0)
     folder = train(tmp_path / "slices", kind="shard", world=3)
     for rank in (2, 0, 1):  # written anew, in another order
         path = folder / f"trace-{rank}.jsonl"
         content = path.read_bytes()
         path.unlink()
         path.write_bytes(content)
-    slices = Step(read(folder), 0)
+    slices = Step(read_trace(folder), 0)
     for key in whole.events:
         if key.kind == "state":
             assert np.allclose(whole.rows(key).values, slices.rows(key).values)
@@ -88,9 +88,9 @@ def test_renamed_modules_are_known_by_their_parameters(compare):
 
 
 def test_the_grid_has_a_cell_for_each_module_and_step(good, tmp_path):
-    runs = list(map(read, good))
+    runs = list(map(read_trace, good))
     found = grid(
-        runs[0], read(train(tmp_path / "x", world=2, plant="activation", step=1)), runs[1:]
+        runs[0], read_trace(train(tmp_path / "x", world=2, plant="activation", step=1)), runs[1:]
     )
     rows = {row["module"]: row["cells"] for row in found["rows"]}
     assert found["steps"] == [0, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repro_matrix.traces.comparison import grid, locate
-from repro_matrix.traces.reader import read
+from repro_matrix.traces.reader import read_trace
 from simulated import train
 
 
@@ -26,8 +26,10 @@ def edited(good, tmp_path):
         (bad / "trace-0.jsonl").write_text(
             "".join(json.dumps(event) + "\n" for event in events if event)
         )
-        runs = list(map(read, good))
-        return locate(read(bad) if both else runs[0], read(bad), runs[1:] if noise else [])
+        runs = list(map(read_trace, good))
+        return locate(
+            read_trace(bad) if both else runs[0], read_trace(bad), runs[1:] if noise else []
+        )
 
     return edited
 
@@ -100,7 +102,7 @@ def test_not_a_number_on_both_sides_does_not_agree(good, tmp_path):
     folders = [
         train(tmp_path / str(noise), plant="nan", step=0, noise=noise) for noise in (None, 1, 2)
     ]
-    runs = list(map(read, folders))
+    runs = list(map(read_trace, folders))
     location = locate(runs[0], runs[0], runs[1:])
     assert location.verdict == "inconclusive" and "layers.1.act" in location.reason
 
@@ -127,21 +129,28 @@ def test_an_error_before_the_cut_is_found(edited):
 def test_a_rank_without_a_trace_is_said_to_have_none(good, tmp_path, missing):
     folder = train(tmp_path / "x", world=2)
     (folder / f"trace-{missing}.jsonl").unlink()
-    runs = list(map(read, good))
-    location = locate(runs[0], read(folder), runs[1:])
+    runs = list(map(read_trace, good))
+    location = locate(runs[0], read_trace(folder), runs[1:])
     assert location.verdict == "inconclusive" and location.ranks == (missing,)
 
 
 def test_other_random_draws_on_each_run(tmp_path):
     draws = {"dropout": True, "plant": "other draws"}
-    runs = [read(train(tmp_path / str(noise), noise=noise, **draws)) for noise in (None, 1, 2)]
-    location = locate(runs[0], read(train(tmp_path / "x", world=2, noise=3, **draws)), runs[1:])
+    runs = [
+        read_trace(train(tmp_path / str(noise), noise=noise, **draws)) for noise in (None, 1, 2)
+    ]
+    location = locate(
+        runs[0], read_trace(train(tmp_path / "x", world=2, noise=3, **draws)), runs[1:]
+    )
     assert (location.verdict, location.stage) == ("inconclusive", "random draws")
 
 
 def test_random_draws_that_differ_are_told_from_an_error(tmp_path):
-    runs = [read(train(tmp_path / str(noise), noise=noise, dropout=True)) for noise in (None, 1, 2)]
-    location = locate(runs[0], read(train(tmp_path / "x", world=2, dropout=True)), runs[1:])
+    runs = [
+        read_trace(train(tmp_path / str(noise), noise=noise, dropout=True))
+        for noise in (None, 1, 2)
+    ]
+    location = locate(runs[0], read_trace(train(tmp_path / "x", world=2, dropout=True)), runs[1:])
     assert (location.verdict, location.stage, location.place) == (
         "differs",
         "random draws",
@@ -165,8 +174,8 @@ def test_modules_in_another_order_on_two_ranks(good, tmp_path):
     for place, line in zip(forward, [lines[place] for place in reversed(forward)]):
         lines[place] = line
     path.write_text("".join(lines))
-    runs = list(map(read, good))
-    assert locate(runs[0], read(folder), runs[1:]).verdict == "agrees"
+    runs = list(map(read_trace, good))
+    assert locate(runs[0], read_trace(folder), runs[1:]).verdict == "agrees"
 
 
 @settings(max_examples=15, deadline=None)
@@ -174,16 +183,16 @@ def test_modules_in_another_order_on_two_ranks(good, tmp_path):
 def test_reading_never_fails(good, share, garbage):
     content = (good[0] / "trace-0.jsonl").read_bytes()
     place = int(share * len(content))
-    runs = list(map(read, good))
+    runs = list(map(read_trace, good))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trace-0.jsonl").write_bytes(content[:place] + garbage)
         (Path(folder) / "trace-1.jsonl").write_bytes(garbage)
-        location = locate(runs[0], read(Path(folder)), runs[1:])
-        grid(runs[0], read(Path(folder)), runs[1:])
+        location = locate(runs[0], read_trace(Path(folder)), runs[1:])
+        grid(runs[0], read_trace(Path(folder)), runs[1:])
     assert location.sentence()
     assert place >= len(content) - 1 or location.verdict != "agrees"
 
 
 def test_a_folder_that_is_not_there(tmp_path, good):
-    location = locate(read(good[0]), read(tmp_path / "nothing"))
+    location = locate(read_trace(good[0]), read_trace(tmp_path / "nothing"))
     assert location.verdict == "inconclusive" and "nothing" in location.reason

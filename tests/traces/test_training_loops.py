@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from repro_matrix.traces.comparison import locate
 from repro_matrix.traces.location import Location
-from repro_matrix.traces.reader import read
+from repro_matrix.traces.reader import read_trace
 
 torch = pytest.importorskip("torch")
 from repro_matrix.launch.worker import tracer
@@ -120,7 +120,7 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: Any, bad: Any) 
         tracer.install(str(folder / name), 0, 1)
         train()
         tracer.close("exit")
-        traces.append(read(folder / name))
+        traces.append(read_trace(folder / name))
     return locate(traces[0], traces[3], traces[1:3])
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
-from repro_matrix.records.document import Document, Variant
+from repro_matrix.records.document import Document, VariantRecord
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import make_request
 from repro_matrix.text import log
 
 TIMES = 3  # attempts of each variant with each launcher, unless repeat= is given
@@ -84,12 +84,12 @@ def check_other_cases(
 # -- its attempts
 
 
-def measure(slug: str, overrides: list[str]) -> dict[str, list[Document]] | None:
+def measure_case(slug: str, overrides: list[str]) -> dict[str, list[Document]] | None:
     """Measure each variant several times with both launchers, in a folder that is removed. Raises
     MeasureError.
 
     Returns launcher -> its documents; None: interrupted."""
-    request = ask([f"case={slug}", *overrides])
+    request = make_request([f"case={slug}", *overrides])
     given = {key for key, _ in request.words}
     if "stack" not in given and (known := request.catalogue.cases[slug].requires.stack):
         request = request.with_values({"stack": known})
@@ -132,7 +132,7 @@ def unmeasured(documents: Documents) -> dict[str, str]:
     return {name: str(variant["skipped"]) for name, variant in every if _is_lacking(name, variant)}
 
 
-def _is_lacking(name: str, variant: Variant) -> bool:
+def _is_lacking(name: str, variant: VariantRecord) -> bool:
     skip = variant.get("skip")
     return name not in ("unfixed", "control") and skip is not None and skip["kind"] in _LACKING
 

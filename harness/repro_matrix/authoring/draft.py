@@ -48,7 +48,7 @@ def draft(like: Json | None = None) -> Json:
     return case
 
 
-def write(slug: str, case: Json, script: str) -> list[Path]:
+def write_draft(slug: str, case: Json, script: str) -> list[Path]:
     """Write the files into the project's folders, all or none. Raises ConfigError; nothing is
     overwritten."""
     folder, scripts = _case_folders()

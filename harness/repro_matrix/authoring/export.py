@@ -20,7 +20,7 @@ from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results.store import Store
 from repro_matrix.runner import session
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import make_request
 
 Json = Mapping[str, Any]
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
@@ -65,7 +65,7 @@ os._exit(execute(checked, SETTINGS))
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredVariant:
     """The attempts of one stored document's variant."""
 
     versions: Mapping[str, str]
@@ -80,7 +80,7 @@ class Measured:
 class Exported:
     files: Mapping[str, str]  # path in the folder -> text
     ranks: int
-    stored: Measured | None  # the outcome to expect
+    stored: MeasuredVariant | None  # the outcome to expect
     skipped: str | None  # why it cannot run here
     stack: Stack | None  # None: it is not built here
 
@@ -96,7 +96,7 @@ def export_variant(
     slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None
 ) -> Exported:
     """Export one variant. Raises ReproError: its versions are unknown."""
-    request, absent = ask([f"case={slug}", *overrides]), None
+    request, absent = make_request([f"case={slug}", *overrides]), None
     try:
         prepared = session.prepare(
             request.with_values({"stack": stack}) if stack else request, build_stacks=False
@@ -157,10 +157,10 @@ def export_variant(
 
 def _measured(
     documents: Iterable[Document], variant: VariantPlan, stack: str, versions: Mapping[str, str]
-) -> Measured | None:
+) -> MeasuredVariant | None:
     """Return the most attempts with these settings on this stack; if ``versions`` are given, with
     these releases."""
-    found: list[Measured] = []
+    found: list[MeasuredVariant] = []
     for document in documents:
         stored = document["variants"].get(variant.variant)
         have = document["stack"]["versions"]
@@ -175,7 +175,9 @@ def _measured(
                 for each in (stored["settings"], variant.settings)
             )
             if not settings_difference(cast(Settings, one), cast(Settings, other)):
-                found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
+                found.append(
+                    MeasuredVariant(have, [attempt["outcome"] for attempt in stored["attempts"]])
+                )
     return max(found, key=lambda each: len(each.outcomes), default=None)
 
 
@@ -187,7 +189,7 @@ def _readme(
     script: str,
     settings: Json,
     versions: Mapping[str, str],
-    stored: Measured | None,
+    stored: MeasuredVariant | None,
     skipped: str | None,
 ) -> Iterator[str]:
     ranks = settings["world_size"]
@@ -219,7 +221,7 @@ def _readme(
     yield "Every rank prints its checks. Exit code 1: an error, or a failed check."
 
 
-def _expected(stored: Measured | None) -> list[str]:
+def _expected(stored: MeasuredVariant | None) -> list[str]:
     if stored is None:
         return ["No measurement with these versions is stored: the outcome to expect is unknown."]
     outcome, count = stored.outcome, len(stored.outcomes)

@@ -195,7 +195,7 @@ def _never_reproduced(case: Case, documents: Iterable[Document]) -> str:
 Findings = dict[str, list[str]]  # by their kind
 
 
-def regrade(
+def regrade_folder(
     folder: Path, cases: Mapping[str, Case], with_expectations: bool = False
 ) -> tuple[list[Row], Findings]:
     """Grade every cell of a folder anew. Return the rows as computed now, and what is wrong:
@@ -226,7 +226,7 @@ def regrade(
         found["differences"] += [f"{folder / path}: {text}" for text in compared]
     for slug, case in cases.items() if with_expectations else ():
         found["unsupported"] += unsupported(
-            case, {place(d): d for d in now.values() if d["case"] == slug}
+            case, {published_place(d): d for d in now.values() if d["case"] == slug}
         )
     return rows, found
 
@@ -255,7 +255,7 @@ def _differences(
 
 
 @dataclass(frozen=True, order=True)
-class Change:
+class BaselineChange:
     """A variant whose verdict or failure is not the expected one; ``old`` is empty where nothing
     was expected."""
 
@@ -282,7 +282,7 @@ class Publication:
     tables: dict[str, str | None] = field(
         default_factory=dict
     )  # case -> its table; None: nothing is expected of it
-    changes: list[Change] = field(default_factory=list)
+    changes: list[BaselineChange] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -329,7 +329,7 @@ def publish(found: Publication, catalogue: Catalogue) -> None:
     """Write documents, their summary and the tables of expectations."""
     own = project.current()
     store.write_baseline(own.baseline, found.written, found.dropped)
-    summary.write_baseline(own.baseline, catalogue.cases)
+    summary.write_baseline_summaries(own.baseline, catalogue.cases)
     own.expected.mkdir(parents=True, exist_ok=True)
     for slug, table in found.tables.items():
         path = own.expected / f"{slug}.yaml"
@@ -379,13 +379,14 @@ def publication(
     found = Publication()
     for slug in sorted({document["case"] for document in given}):
         before, now = (
-            {place(d): d for d in documents if d["case"] == slug} for documents in (held, given)
+            {published_place(d): d for d in documents if d["case"] == slug}
+            for documents in (held, given)
         )
         _publish_case(found, cases[slug], before, now, reason)
     return found
 
 
-def place(document: Document) -> str:
+def published_place(document: Document) -> str:
     """Return the kind of hardware, stack and cell of a document: one document has this place."""
     return f"{kind_of(document['hardware'])}/{document['stack']['label']}/{document['cell_id']}"
 
@@ -445,7 +446,7 @@ def _replaces(new: Document, old: Document) -> bool:
     )
     return (
         one == other
-        and place(new) != place(old)
+        and published_place(new) != published_place(old)
         and old["variants"].keys() <= new["variants"].keys()
     )
 
@@ -474,7 +475,7 @@ def _results(document: Document) -> Any:
     return machine(document), rows[0].hardware.capabilities, shown
 
 
-def _changes(case: Case, document: Document) -> Iterator[Change]:
+def _changes(case: Case, document: Document) -> Iterator[BaselineChange]:
     hardware, versions = document["hardware"], document["stack"]["versions"]
     for name, verdict in document["verdicts"].items():
         facts = hardware.get("capabilities", {})
@@ -484,7 +485,9 @@ def _changes(case: Case, document: Document) -> Iterator[Change]:
             verdict["name"], [str(FailureId(**each)) for each in verdict.get("failure_ids", ())]
         )
         if old != new and verdict["name"] != "INCONCLUSIVE":
-            yield Change(case.slug, document["params"], document["stack"]["name"], name, old, new)
+            yield BaselineChange(
+                case.slug, document["params"], document["stack"]["name"], name, old, new
+            )
 
 
 def _describe(name: str, failure_ids: Iterable[str]) -> str:

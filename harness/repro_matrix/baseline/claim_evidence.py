@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from repro_matrix.config.expectations import Metric, Prediction
+from repro_matrix.config.expectations import ExpectedMetric, Prediction
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.rows import Row
@@ -124,7 +124,7 @@ def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
 # -- metrics
 
 
-def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
+def compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision:
     """Return whether the comparison holds between every two attempts, and the figures; None where
     it cannot be made."""
     other = metric.below or metric.above or ""

@@ -27,7 +27,7 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.errors import ExitCode
 from repro_matrix.grading.expected import UNSTABLE, as_expected, depends_on_capabilities
 from repro_matrix.grading.root_cause import all_failure_ids
-from repro_matrix.records.document import Cell, kind_of
+from repro_matrix.records.document import CellRecord, kind_of
 from repro_matrix.records.outcome import CONFIRMED, DIFFERS_FROM_PREDICTION, FailureId, Outcome
 from repro_matrix.results.rows import Row
 
@@ -59,7 +59,7 @@ class Measured:
         )
 
 
-def measured(case: Case, document: Cell, place: str) -> list[Measured]:
+def measured(case: Case, document: CellRecord, place: str) -> list[Measured]:
     """Return what a document shows: of the variants that follow the stack, and apart from them of
     those that name their own, which a version map leaves out."""
     stored = {
@@ -105,13 +105,13 @@ def _is_stable(verdict: Mapping[str, Any]) -> bool:
     )
 
 
-def upstream(document: Cell) -> dict[str, Version]:
+def upstream(document: CellRecord) -> dict[str, Version]:
     """Return the releases of the packages that expectations are ranged over."""
     versions = document["stack"]["versions"]
     return {package: release(versions[package]) for package in UPSTREAM if package in versions}
 
 
-def is_whole(case: Case, document: Cell) -> bool:
+def is_whole(case: Case, document: CellRecord) -> bool:
     """Whether all variants that follow the stack were measured, or skipped with a reason: not by a
     search for one."""
     return all(
@@ -189,7 +189,7 @@ def expectations(
     ]
 
 
-def unsupported(case: Case, documents: Mapping[str, Cell]) -> list[str]:
+def unsupported(case: Case, documents: Mapping[str, CellRecord]) -> list[str]:
     """Name the expectations that the stored results do not show: a cell, releases, a verdict or a
     failure.
 
@@ -204,7 +204,7 @@ def unsupported(case: Case, documents: Mapping[str, Cell]) -> list[str]:
     ]
 
 
-def measured_in_order(case: Case, documents: Mapping[str, Cell]) -> list[Measured]:
+def measured_in_order(case: Case, documents: Mapping[str, CellRecord]) -> list[Measured]:
     """Return what documents show, in the order of a table's cells."""
     order = sorted(documents, key=lambda place: f"{place}.json".split("/"))
     return [item for place in order for item in measured(case, documents[place], place)]

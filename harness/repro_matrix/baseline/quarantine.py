@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import Field
 
 from repro_matrix.config import project
-from repro_matrix.config.catalog import Catalogue, parse, read_yaml
+from repro_matrix.config.catalog import Catalogue, parse_file, read_yaml
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
@@ -60,11 +60,11 @@ def file() -> Path:
     return project.current().results / "quarantine.yaml"
 
 
-def read() -> Sequence[Quarantine]:
+def read_quarantine() -> Sequence[Quarantine]:
     """Return the entries; none where there is no file. Raise ConfigError naming the file and the
     key."""
     path = file()
-    entries = parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
+    entries = parse_file(_File, read_yaml(path), path).quarantined if path.exists() else ()
     latest = datetime.now(timezone.utc).date() + AT_MOST
     counts = Counter((entry.cell, entry.variant) for entry in entries)
     for number, entry in enumerate(entries):
@@ -78,7 +78,7 @@ def read() -> Sequence[Quarantine]:
     return entries
 
 
-def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
+def check_quarantine(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
     """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest
     one.
 

@@ -144,7 +144,7 @@ def pair_variants(
             yield one[cell_id].get(variant), other[cell_id].get(variant)
 
 
-def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> Diff:
+def compare_rows(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> Diff:
     """Return what differs in ``after``."""
     one, other, across = pair_cells(before, after)
     changes: list[Change] = []

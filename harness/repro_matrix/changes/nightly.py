@@ -36,7 +36,7 @@ from repro_matrix.planning.cells import variants_of
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results import runs, store
 from repro_matrix.results.runs import ShardManifest
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import make_request
 from repro_matrix.text import counted, list_some
 
 NOTHING_COMPARED = (
@@ -59,7 +59,7 @@ class Report:
     messages: Sequence[str]
 
 
-def finish(
+def finish_night(
     name: str,
     sides: Sequence[Side],
     folders: Sequence[Path],
@@ -97,7 +97,7 @@ def finish(
     history.check_each_once(side.rows for side in sides)
     packages = {
         stack: all_of
-        for run in map(runs.read, folders)
+        for run in map(runs.read_run, folders)
         if run
         for stack, all_of in run.stacks.items()
     }
@@ -127,7 +127,7 @@ def finish(
         if run_id != name:
             notes.append(f"another run {name} is stored: this one is stored as {run_id}")
         for stack, path in (locks or {}).items():
-            target = lock_path(nights, stack, run_id)
+            target = stored_lock(nights, stack, run_id)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         compared = compare_to_last_passing(
@@ -255,7 +255,7 @@ def not_committed() -> list[str]:
 def _is_finished(folder: Path) -> bool:
     """Whether its manifest, where it has one, says that the run ended and left out no cell but for
     its time limit."""
-    run = runs.read(folder)
+    run = runs.read_run(folder)
     limited = run is not None and any(text.startswith("time_limit=") for text in run.texts)
     return run is None or (run.state == runs.ENDED and (limited or not run.left))
 
@@ -282,9 +282,9 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
 
     Merged results have no overrides: then every variant of the catalog counts as requested.
     """
-    run = runs.read(folder)
+    run = runs.read_run(folder)
     try:
-        asked = ask(run.texts) if run else None
+        asked = make_request(run.texts) if run else None
         cells, hardware = (asked.cells, asked.hardware) if asked else ([], [])
     except ConfigError:
         asked = None
@@ -309,7 +309,7 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     )
 
 
-def lock_path(folder: Path, stack: str, run_id: str) -> Path:
+def stored_lock(folder: Path, stack: str, run_id: str) -> Path:
     return folder / "locks" / f"{stack}-{run_id}.txt"
 
 
@@ -330,7 +330,7 @@ class Bisections:
         """Return the report, or why there is none; None where the stack has no lock, or nothing to
         bisect changed."""
         good, bad = (
-            lock_path(self.folder, changed.stack, each)
+            stored_lock(self.folder, changed.stack, each)
             for each in (changed.passing.run_id, self.run_id)
         )
         changes = [change for change in changed.changes if change.kind not in NOT_BISECTED]

@@ -24,7 +24,7 @@ from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
 from repro_matrix.grading.expected import as_expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION, NOTHING_STORED
-from repro_matrix.results.rows import Row, compared
+from repro_matrix.results.rows import Row, with_catalog
 from repro_matrix.results.runs import KEPT, current_rows, runs_before, scratch
 from repro_matrix.results.store import UNCOMMITTED, changed_files
 from repro_matrix.results.summary import lost, missing_cells
@@ -272,7 +272,7 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
     before = runs_before(folder)
     for run in [each for each in before if each.exit_code in (0, 3)][-KEPT:]:
         notes: list[str] = []
-        stored = [compared(row, cases) for row in current_rows(run.folder, notes)]
+        stored = [with_catalog(row, cases) for row in current_rows(run.folder, notes)]
         if cells & {row.cell for row in stored}:
             name = run.folder.name if run.folder.parent == scratch().resolve() else str(run.folder)
             less = (

@@ -60,7 +60,7 @@ class End(NamedTuple):
     versions: Mapping[str, str]
 
 
-class Known(NamedTuple):
+class KnownState(NamedTuple):
     """What a variant shows on a stack. ``settings``: empty where an expectation says it.
     ``releases``: those of the packages that it depends on. ``assumed``: an expectation says it, and
     they do not lie between measured ones."""
@@ -86,7 +86,7 @@ class Unknown(NamedTuple):
     nearest: str = ""
 
 
-class Boundary(NamedTuple):
+class ReleaseBoundary(NamedTuple):
     """``first``: the first measured release with the failure, ``last``: the last one without it,
     ``exact``: no release lies between them."""
 
@@ -112,7 +112,7 @@ class Problem:
     state: State
     text: str
     fixes: tuple[str, ...]
-    boundary: Boundary | None
+    boundary: ReleaseBoundary | None
 
     def bisect(self, source: str, target: str) -> str:
         """Return the command that searches for the release."""
@@ -176,12 +176,12 @@ def axes(cell: Cell) -> list[str]:
     return [f"model={cell.model}", f"strategy={cell.strategy}", *flags, *cell.overrides]
 
 
-def compare(request: Request, ends: Sequence[End], rows: Sequence[Row]) -> Upgrade:
+def compare_stacks(request: Request, ends: Sequence[End], rows: Sequence[Row]) -> Upgrade:
     """Compare what is known of two stacks."""
     catalogue, settings = request.catalogue, request.settings
     result, sides = Upgrade(ends[0], ends[1]), [_Side(catalogue, end, rows) for end in ends]
     hardware = sorted({row.hardware.kind for row in rows} | {"cpu"}, key=lambda name: name != "cpu")
-    pairs: dict[str, dict[tuple[Cell, str], tuple[Known, Known]]] = defaultdict(dict)
+    pairs: dict[str, dict[tuple[Cell, str], tuple[KnownState, KnownState]]] = defaultdict(dict)
     took = recorded(rows)
     for cell in request.cells:
         case = catalogue.cases[cell.case]
@@ -219,12 +219,12 @@ def compare(request: Request, ends: Sequence[End], rows: Sequence[Row]) -> Upgra
 
 def _pair(
     sides: Sequence[_Side], cell: Cell, variant: str, hardware: str
-) -> tuple[Known, Known] | Unknown:
+) -> tuple[KnownState, KnownState] | Unknown:
     found = [side.known(cell, variant, hardware) for side in sides]
     never = tuple(side.end.name for side, each in zip(sides, found) if each is None)
     reasons = [each for each in found if isinstance(each, str)]
     if reasons:
-        lost = isinstance(found[0], Known) and any(
+        lost = isinstance(found[0], KnownState) and any(
             text in reasons[0] for text in (UNPINNED, DISAGREE)
         )
         return Unknown(cell, variant, reasons[0], lost=lost)
@@ -236,7 +236,7 @@ def _pair(
         return Unknown(
             cell, variant, reason, never, nearest=_nearest(sides, cell, variant, hardware)
         )
-    old, new = (each for each in found if isinstance(each, Known))
+    old, new = (each for each in found if isinstance(each, KnownState))
     difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
     if difference:
         return Unknown(
@@ -261,7 +261,7 @@ def _pair(
 def _nearest(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> str:
     """Return what changes by the nearest measured releases."""
     both = [side.known(cell, variant, hardware, nearest=True) for side in sides]
-    old, new = (each.state if isinstance(each, Known) else None for each in both)
+    old, new = (each.state if isinstance(each, KnownState) else None for each in both)
     if old is None or new is None:
         return ""
     return (
@@ -288,7 +288,7 @@ class _Side:
 
     def known(
         self, cell: Cell, variant: str, hardware: str, nearest: bool = False
-    ) -> Known | str | None:
+    ) -> KnownState | str | None:
         """Return what is known, or why it cannot be; None: it was not measured. ``nearest``: what
         the nearest measured releases agree on is enough."""
         case, versions = self.catalogue.cases[cell.case], self.end.versions
@@ -324,7 +324,9 @@ class _Side:
                 if len(outcomes) > 1:
                     return f"{DISAGREE} on {self.end.name}"
                 text = first_line(failed[0].reason) if failed else ""
-                return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, here)
+                return KnownState(
+                    _OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, here
+                )
         patched = any("+" in release_of(versions.get(name, "")) for name in deciding)
         found = (
             None if patched else self._expected(case, cell, variant, hardware, deciding, nearest)
@@ -339,7 +341,7 @@ class _Side:
         hardware: str,
         deciding: frozenset[str],
         nearest: bool,
-    ) -> Known | None:
+    ) -> KnownState | None:
         trimmed = self.expecting.get((case.slug, deciding))
         if trimmed is None:
             kept = [
@@ -368,7 +370,7 @@ class _Side:
                 within = all(
                     _within(each, entry.measured_at, self.end.versions) for each in deciding
                 )
-                return Known(state, " or ".join(listed), assumed=not within)
+                return KnownState(state, " or ".join(listed), assumed=not within)
         return None
 
 
@@ -404,7 +406,7 @@ def release_of(text: str) -> str:
 
 
 def _problems(
-    case: Case, found: Mapping[tuple[Cell, str], tuple[Known, Known]], ends: Sequence[End]
+    case: Case, found: Mapping[tuple[Cell, str], tuple[KnownState, KnownState]], ends: Sequence[End]
 ) -> Iterator[Problem]:
     first = next(iter(case.variants))
     offered = [name for name, each in case.variants.items() if name == first or each.role == "fix"]
@@ -442,7 +444,7 @@ def _problems(
             )
 
 
-def _boundary(case: Case, ends: Sequence[End]) -> Boundary | None:
+def _boundary(case: Case, ends: Sequence[End]) -> ReleaseBoundary | None:
     """Return where the failure begins between the two stacks, if measured releases of one package
     alone show it."""
     found = releases_of(case)
@@ -450,5 +452,5 @@ def _boundary(case: Case, ends: Sequence[End]) -> Boundary | None:
     for before, after in pairwise(found.ranges) if old and new else ():
         begins = after.state != "absent" == before.state and after.alone
         if begins and Version(old) < Version(after.first) <= Version(new):
-            return Boundary(found.package, after.first, before.last, after.follows)
+            return ReleaseBoundary(found.package, after.first, before.last, after.follows)
     return None

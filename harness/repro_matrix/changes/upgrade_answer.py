@@ -8,10 +8,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from repro_matrix.changes.upgrade import UNREAD, Boundary, Problem, Upgrade, release_of
+from repro_matrix.changes.upgrade import UNREAD, Problem, ReleaseBoundary, Upgrade, release_of
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.environment.stacks.spec import differences, parse
+from repro_matrix.environment.stacks.spec import parse_stack, version_differences
 from repro_matrix.text import counted, list_some
 
 SHOWN, FIXES, CHANGES = (
@@ -21,7 +21,7 @@ SHOWN, FIXES, CHANGES = (
 )  # reasons and cases, fixes of a problem, and packages that are listed
 
 
-def headline(upgrade: Upgrade) -> str:
+def verdict_sentence(upgrade: Upgrade) -> str:
     """Return the verdict and its reason in a sentence."""
     verdict, source, problems = upgrade.verdict, upgrade.source.name, upgrade.problems
     fixes = "; ".join(
@@ -31,7 +31,7 @@ def headline(upgrade: Upgrade) -> str:
         return f"{verdict}: {fixes} ({_share(upgrade)})"
     if verdict == "NO-GO":
         unfixed = [each for each in problems if not each.fixes]
-        lowest: dict[str, Boundary] = {}
+        lowest: dict[str, ReleaseBoundary] = {}
         for boundary in (each.boundary for each in unfixed if each.boundary):
             other = lowest.setdefault(boundary.package, boundary)
             lowest[boundary.package] = min(other, boundary, key=lambda each: Version(each.first))
@@ -86,7 +86,7 @@ def _unread(upgrade: Upgrade) -> str:
     """Say what to do where the releases of a stack are not known."""
     names = [each.name for each in (upgrade.source, upgrade.target) if not each.versions]
     todo = [
-        f"pin torch in {name}" if parse(name).file else f"run `repro stack lock {name}`"
+        f"pin torch in {name}" if parse_stack(name).file else f"run `repro stack lock {name}`"
         for name in names
     ]
     return f"; {UNREAD.format(' and '.join(names))}: {', '.join(todo)}" if names else ""
@@ -101,7 +101,9 @@ def _moved(upgrade: Upgrade) -> tuple[Moved, Moved, Moved]:
     found: tuple[Moved, Moved, Moved] = {}, {}, {}
     known = upgrade.source.versions and upgrade.target.versions
     for name, pair in (
-        differences(upgrade.source.versions, upgrade.target.versions).items() if known else ()
+        version_differences(upgrade.source.versions, upgrade.target.versions).items()
+        if known
+        else ()
     ):
         if release_of(pair[0]) != release_of(pair[1]):
             found[2 if not all(pair) else name not in UPSTREAM][name] = pair
@@ -120,10 +122,10 @@ def _fix(case: Case, variant: str) -> str:
     return f"{variant} ({case.variants[variant].help})"
 
 
-def describe(upgrade: Upgrade) -> Iterator[str]:
+def describe_upgrade(upgrade: Upgrade) -> Iterator[str]:
     """Yield the verdict, then its details."""
     source, target = upgrade.source.name, upgrade.target.name
-    yield headline(upgrade)
+    yield verdict_sentence(upgrade)
     for each in upgrade.problems:
         failing = "" if each.kind == "new_failure" else f" (variant {', '.join(each.variants)})"
         yield from (
@@ -188,7 +190,7 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
         )
 
 
-def to_json(upgrade: Upgrade) -> dict[str, Any]:
+def upgrade_to_json(upgrade: Upgrade) -> dict[str, Any]:
     """Return the answer under stable keys."""
     source, target = upgrade.source.name, upgrade.target.name
     return {
@@ -196,7 +198,7 @@ def to_json(upgrade: Upgrade) -> dict[str, Any]:
         "from": source,
         "to": target,
         "verdict": upgrade.verdict,
-        "headline": headline(upgrade),
+        "headline": verdict_sentence(upgrade),
         "problems": [
             {
                 "kind": each.kind,

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    selection = overrides.parse(args.overrides)
+    selection = overrides.parse_overrides(args.overrides)
     for key, text in selection.words:
         if key not in ("case", "results"):
             raise ConfigError(

@@ -58,7 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a local git clone of the package, to find the commit; the clone is only read",
     )
-    add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
+    add(
+        "--max-probes",
+        type=options.number_type(3),
+        metavar="N",
+        help="at most N probes in each search",
+    )
     text = (
         "the failure: a number of the training differs from the good end's by more than rounding;"
         " names the module"
@@ -90,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
                 "\n  ".join([str(error), *_other_causes(args, search, package, base)])
             ) from None
     data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
-    text = report.render("bisect", data)
+    text = report.render_search("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
     if search.stopped:
         return options.stopped(search.stopped)
@@ -140,7 +145,9 @@ def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
 
     assert isinstance(prober, compare.NumbersProber)
     for name, stack in prober.ends.items():
-        found, _ = consistency.check(prober, options.configurations(args)[0], stack, prober.window)
+        found, _ = consistency.check_consistency(
+            prober, options.configurations(args)[0], stack, prober.window
+        )
         prober.notes.append(f"{name} {found.judgement()}.")
 
 

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     for folder in project.published():
         found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
     if not args.no_run:
-        measured = ready.measure(args.case, args.overrides)
+        measured = ready.measure_case(args.case, args.overrides)
         if measured is None:
             print(
                 f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.",

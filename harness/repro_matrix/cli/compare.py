@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "the bad side's own script; stack=, deadline=, results=, env.NAME=value"
     parser.add_argument("overrides", nargs="*", default=[], metavar="SCRIPT|OVERRIDE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
-    options.launch(parser)
+    options.add_launch_options(parser)
     for side in ("good", "bad"):
         add = parser.add_argument_group(f"the {side} side").add_argument
         add(
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
         add(
             f"--{side}-nproc",
-            type=options.number(1),
+            type=options.number_type(1),
             metavar="N",
             help="its ranks (default: --nproc)",
         )
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.compare import consistency
     from repro_matrix.compare import page as comparison
     from repro_matrix.compare import two_sides as compare  # numpy
-    from repro_matrix.report.render import write
+    from repro_matrix.report.render import write_report
     from repro_matrix.runner.adhoc_case import in_shell
 
     (one, base, _), (other, _, _) = (
@@ -91,25 +91,27 @@ def main(args: argparse.Namespace) -> int:
     runner = compare.TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
-            found = compare.compare(runner, good, bad, window)
+            found = compare.compare_trainings(runner, good, bad, window)
             checked = {
-                side: consistency.check(runner, each, stack, window)[0]
+                side: consistency.check_consistency(runner, each, stack, window)[0]
                 for side, each, stack in varied
             }
         except Stopped as stopped:
             return options.stopped(stopped)
     command = shlex.join(["repro", "compare", *args.words])
     data = {**found.to_json(), "notes": notes, "command": command}
-    data["consistency"] = {side: consistency.to_json(each, []) for side, each in checked.items()}
+    data["consistency"] = {
+        side: consistency.consistency_to_json(each, []) for side, each in checked.items()
+    }
     notes += [f"the {side} side {each.judgement()}" for side, each in checked.items()]
     lines = [
         one_line(text)
-        for text in (*compare.describe(found), *(f"  note: {text}" for text in notes))
+        for text in (*compare.describe_comparison(found), *(f"  note: {text}" for text in notes))
     ]
     if args.html:
-        write(
+        write_report(
             Path(args.html).expanduser(),
-            comparison.render(data, found.good.grid(found.bad.trace), lines, command),
+            comparison.render_comparison(data, found.good.grid(found.bad.trace), lines, command),
         )
     if args.json:
         print_json(data)

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "case", metavar="SCRIPT", nargs="?", help="./train.py, or a command line after --"
     )
     options.overrides(parser)
-    options.launch(parser)
+    options.add_launch_options(parser)
     options.vary(parser)
     options.trace(parser)
     parser.set_defaults(command=())
@@ -50,14 +50,21 @@ def main(args: argparse.Namespace) -> int:
     runner = TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
-            found, runs = consistency.check(
+            found, runs = consistency.check_consistency(
                 runner, chosen, stack, Window(args.steps, args.from_step)
             )
         except Stopped as stopped:
             return options.stopped(stopped)
     command = shlex.join(["repro", "consistency", *args.words])
     if args.json:
-        print_json({**consistency.to_json(found, runs), "command": command})
+        print_json({**consistency.consistency_to_json(found, runs), "command": command})
     else:
-        print("\n".join(map(one_line, [*consistency.describe(found, runs), f"  again: {command}"])))
+        print(
+            "\n".join(
+                map(
+                    one_line,
+                    [*consistency.describe_consistency(found, runs), f"  again: {command}"],
+                )
+            )
+        )
     return found.exit_code

@@ -50,9 +50,9 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
         raise ConfigError(
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
-    everything = diffs.compare(one.rows, other.rows)
+    everything = diffs.compare_rows(one.rows, other.rows)
     folder = runs.last_run(Path(args.other).expanduser())
-    asked = load_requested(folder, other.rows) if runs.read(folder) else None
+    asked = load_requested(folder, other.rows) if runs.read_run(folder) else None
     result = everything.without_unrequested(asked) if asked else everything
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")

@@ -24,8 +24,8 @@ from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
-from repro_matrix.runner.prerequisites import check_stacks, check_torch, plan
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.prerequisites import check_stacks, check_torch, plan_cells
+from repro_matrix.runner.session import make_request
 from repro_matrix.text import counted
 
 _SHOWN = ("python", "transformers", "accelerate", "peft", "deepspeed")
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         prepared = session.prepare(args.overrides, build_stacks=False, as_locked=True)
     except HardwareError as error:  # a run would end with it; the rest is reported for the CPU
         problems, where = [str(error)], "with hardware=cpu"
-        request = ask(args.overrides).with_values({"hardware": "cpu"})
+        request = make_request(args.overrides).with_values({"hardware": "cpu"})
         prepared = session.prepare(request, build_stacks=False, as_locked=True)
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
@@ -57,8 +57,8 @@ def main(args: argparse.Namespace) -> int:
     torch = checked[stack.name][0]
     for name, (answer, _) in checked.items():
         if answer.get("imports"):  # what does not import where a GPU is visible cannot run there
-            prepared.stacks[name] = replace(prepared.stacks[name], probe=probe.record(answer))
-    plan(prepared, cells, build=False)
+            prepared.stacks[name] = replace(prepared.stacks[name], probe=probe.probe_record(answer))
+    plan_cells(prepared, cells, build=False)
     problems += [problem for _, problem in checked.values() if problem]
     folders = {"REPRO_CACHE": cache_dir(), "results": runs.scratch()}
     problems += [
@@ -143,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
         f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb:.1f} GiB; {machine.os}"
     )
     _print_gpus(machine, now)
-    of_torch = probe.describe(torch, len(profile.gpus))
+    of_torch = probe.describe_probe(torch, len(profile.gpus))
     print_wrapped(
         f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs:"
         f" {'faulthandler' if untraceable else 'py-spy'}",

@@ -8,13 +8,13 @@ from typing import Any
 from repro_matrix.cli import options
 from repro_matrix.report.terminal import (
     axes_of,
-    named,
+    case_label,
     print_json,
     print_notes,
     print_table,
     print_wrapped,
 )
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import make_request
 from repro_matrix.text import counted
 
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    request = ask(args.overrides)
+    request = make_request(args.overrides)
     request.check()
     cells = (
         request.cells
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         kind = "known failure" if members[0]["kind"] == "failure" else members[0]["kind"]
         table.append(
             [
-                named(name, members[0]["simulated"]),
+                case_label(name, members[0]["simulated"]),
                 kind,
                 len(members),
                 len(members[0]["variants"]),

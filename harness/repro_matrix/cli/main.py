@@ -109,7 +109,7 @@ def parsed(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namesp
     from repro_matrix.cli import options
 
     module, parser = command_parser(command)
-    return module, options.parse(parser, list(arguments))
+    return module, options.parse_arguments(parser, list(arguments))
 
 
 def _run(arguments: Sequence[str]) -> int:

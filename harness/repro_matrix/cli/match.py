@@ -18,9 +18,9 @@ from repro_matrix.environment import lockfiles
 from repro_matrix.environment.stacks import lock, spec
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.match.answer import Versions, log_json, log_lines
-from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import recognize
-from repro_matrix.match.lines import lines
+from repro_matrix.match.lines import read_lines
 from repro_matrix.match.scan import scan
 from repro_matrix.report.terminal import print_json, print_notes
 
@@ -45,14 +45,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
-    known = Catalogue(cases.cases)
+    known = SignatureIndex(cases.cases)
     stacks = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
     given = _versions(stacks, args.versions)
     found = []
     codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
         damaged: list[str] = []
-        seen = scan(lines(path, damaged), known)
+        seen = scan(read_lines(path, damaged), known)
         answer, empty = recognize(seen, known), empty and not seen.lines
         codes.add(ExitCode.USAGE if damaged and answer.exit_code == 3 else answer.exit_code)
         if args.json:
@@ -72,10 +72,10 @@ def _versions(stacks: list[str], file: str | None) -> Versions | None:
             f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions."
         )
     if file:
-        return lockfiles.read(Path(file)).pins, f"from {file}"
+        return lockfiles.read_lock_file(Path(file)).pins, f"from {file}"
     for name in stacks:
         if name == "current":
             return spec.existing(name, sys.executable).versions, "stack current"
         spec.find_definition(name)
-        return lock.read(spec.lock_path(name)).pins, f"stack {name}"
+        return lock.read_lock(spec.lock_path(name)).pins, f"stack {name}"
     return None

@@ -15,7 +15,7 @@ from repro_matrix.changes.regressions import against_history, since_last_passing
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary
-from repro_matrix.report.formats import record
+from repro_matrix.report.formats import variant_record
 from repro_matrix.report.headline import headline
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines
@@ -48,10 +48,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--all: shows results, and --dry-run has none. --json lists every variant."
         )
-    return measure(args, args.overrides, every_variant=args.all, page=True)
+    return run_selection(args, args.overrides, every_variant=args.all, page=True)
 
 
-def measure(
+def run_selection(
     args: argparse.Namespace,
     texts: Sequence[str],
     *,
@@ -62,12 +62,12 @@ def measure(
     """Run a selection and print its results; return the exit code. ``every_variant`` and ``live``
     (each attempt): print a line for each. ``page``: measure the canary cells first, and write the
     run's page beside its results."""
-    entries, for_git = quarantine.read(), getattr(args, "bisect_exit", False)
+    entries, for_git = quarantine.read_quarantine(), getattr(args, "bisect_exit", False)
     texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
     prepared = session.prepare(
         texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run
     )
-    quarantine.check(entries, prepared.catalogue)
+    quarantine.check_quarantine(entries, prepared.catalogue)
     log(
         "\n".join(
             [f"repro: {prepared.headline()}", *(f"note: {note}" for note in prepared.notes())]
@@ -80,7 +80,7 @@ def measure(
     stop = threading.Event()
     with (
         workspace.folder(prepared, texts, resumed) as finish,
-        run_summary.Progress(live, prepared.catalogue.cases) as progress,
+        run_summary.RunProgress(live, prepared.catalogue.cases) as progress,
         workspace.interruptible(stop, progress.warn, workspace.RESUMED),
     ):
         summary = workspace.execute(
@@ -109,14 +109,16 @@ def measure(
         store_exit_code(folder, code)
     written = write_run_page(folder) if page else None
     if args.json:
-        records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
+        records = [variant_record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {
             **run_summary.totals(prepared, summary, head),
             "page": str(written) if written else None,
         }
         print_json({"rows": records, "summary": totals})
     else:
-        print_lines(run_summary.lines(prepared, summary, head, expired, every_variant, columns()))
+        print_lines(
+            run_summary.summary_lines(prepared, summary, head, expired, every_variant, columns())
+        )
         print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
         if not args.json:
@@ -131,7 +133,7 @@ def measure(
         return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
     for text in (*expired, *short):
         log(f"repro: {text}")
-    text = run_summary.describe_exit(code, head, summary, not_committed())
+    text = run_summary.exit_line(code, head, summary, not_committed())
     if args.json:
         log(f"repro: {text}")
     else:

@@ -13,9 +13,9 @@ from repro_matrix.authoring import draft
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.match.keywords import Catalogue
+from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import recognize
-from repro_matrix.match.lines import lines
+from repro_matrix.match.lines import read_lines
 from repro_matrix.match.scan import scan
 
 
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         made["signatures"] = [_signature_of_log(args.from_log, known.cases)]
     if args.silent:
         made["signatures"] = [{"name": "wrong", "kind": "check", "check": args.silent}]
-    for path in draft.write(args.slug, made, script.read_text(encoding="utf-8")):
+    for path in draft.write_draft(args.slug, made, script.read_text(encoding="utf-8")):
         print(f"wrote {path}")
     print(
         f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`."
@@ -64,8 +64,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _signature_of_log(path: str, cases: Mapping[str, Case]) -> dict[str, Any]:
-    known = Catalogue(cases)
-    answer = recognize(scan(lines(path), known), known)
+    known = SignatureIndex(cases)
+    answer = recognize(scan(read_lines(path), known), known)
     if answer.names:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
     errors = [failure.error for failure in answer.causes if failure.error.record]

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "the worst exit code of the runs, where it says more than their results: a lost GPU, an"
         " interruption"
     )
-    add("--run-exit-code", type=options.number(0), default=0, metavar="N", help=help_text)
+    add("--run-exit-code", type=options.number_type(0), default=0, metavar="N", help=help_text)
     help_text = "the lock file of a floating stack tonight"
     add("--lock", type=_lock, action="append", default=[], metavar="STACK=FILE", help=help_text)
     add(
@@ -76,21 +76,23 @@ def main(args: argparse.Namespace) -> int:
     missing = [path for _, path in args.lock if not path.is_file()]
     if missing:
         raise ConfigError(f"--lock {missing[0]}: no such file")
-    handled, entries = _digests(args.acknowledged), quarantine.read()
-    quarantine.check(entries, catalog.load())
+    handled, entries = _digests(args.acknowledged), quarantine.read_quarantine()
+    quarantine.check_quarantine(entries, catalog.load())
     folders = [runs.last_run(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
     sides = [load_folder(folder) for folder in folders]
     print_notes([note for side in sides for note in side.notes])
     name, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
-    report = nightly.finish(name, sides, folders, history, entries, today, code, locks, handled)
+    report = nightly.finish_night(
+        name, sides, folders, history, entries, today, code, locks, handled
+    )
     print_notes(report.notes)
     bisections = nightly.Bisections(history, report.run_id, seconds)
     target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
         title, text = to_issue(changes, report.run_id, args.page, reports)
-        load.write(target / f"{case}.md", text)
+        load.write_report(target / f"{case}.md", text)
         print(f"{title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from repro_matrix.compare.consistency import Configuration
     from repro_matrix.config.schema import Case
     from repro_matrix.runner.adhoc_case import Script
-    from repro_matrix.runner.script_failure import Failure
+    from repro_matrix.runner.script_failure import ScriptFailure
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
     from repro_matrix.search.script_prober import ScriptProber
@@ -94,7 +94,7 @@ def case_or_script(parser: argparse.ArgumentParser) -> None:
 
 
 def script(parser: argparse.ArgumentParser) -> None:
-    add = launch(parser).add_argument
+    add = add_launch_options(parser).add_argument
     text = (
         "when the script ends: parameters are equal on all ranks (replicas), parameters and"
         " gradients are finite, samples are disjoint and complete (data); may be repeated"
@@ -122,12 +122,12 @@ def script(parser: argparse.ArgumentParser) -> None:
     add("--metric", metavar="'NAME > X'", help=text)
 
 
-def launch(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add how a script is started."""
     group = parser.add_argument_group(
         "a script of your own (./train.py, or a command line after --)"
     )
-    group.add_argument("--nproc", type=number(1), metavar="N", help="ranks (default: 2)")
+    group.add_argument("--nproc", type=number_type(1), metavar="N", help="ranks (default: 2)")
     text = (
         "an argument of the script, or several in quotes; may be repeated: --args --bf16 --args"
         " '--lr 1e-4'"
@@ -146,13 +146,17 @@ def trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add(
         "--steps",
-        type=number(1),
+        type=number_type(1),
         default=3,
         metavar="N",
         help="trace N steps (default: 3), then end the script",
     )
     add(
-        "--from-step", type=number(0), default=0, metavar="N", help="the first of them (default: 0)"
+        "--from-step",
+        type=number_type(0),
+        default=0,
+        metavar="N",
+        help="the first of them (default: 0)",
     )
 
 
@@ -178,7 +182,7 @@ def overrides(parser: argparse.ArgumentParser, json: bool = True) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
-def number(least: int) -> Callable[[str], int]:
+def number_type(least: int) -> Callable[[str], int]:
     """Return an option's type: a whole number of at least ``least``."""
 
     def read(text: str) -> int:
@@ -232,16 +236,20 @@ def case_of(
     """Return a search's case, the request, and the stack's specification: as given, else where the
     case fails.
     ``refused`` as for ``one_stack``. Raises ConfigError, also for options of a script."""
-    from repro_matrix.runner.session import ask
+    from repro_matrix.runner.session import make_request
     from repro_matrix.search.prober import one_case
 
     refuse(args)
     stack, texts = one_stack(args, refused)
-    case = one_case(named(args.case))
-    return case, ask([f"case={args.case}", *texts]), stack or case.requires.stack or "current"
+    case = one_case(named_case(args.case))
+    return (
+        case,
+        make_request([f"case={args.case}", *texts]),
+        stack or case.requires.stack or "current",
+    )
 
 
-def named(case: str | None) -> str:
+def named_case(case: str | None) -> str:
     """Return the case that the command line names. Raises ConfigError."""
     if not case:
         raise ConfigError(
@@ -255,11 +263,11 @@ def check_stack(side: str, text: str) -> None:
     """Raise ConfigError where ``--good`` or ``--bad`` names no stack, before anything is built."""
     from repro_matrix.environment import stacks
 
-    wanted = stacks.spec.parse(text)
+    wanted = stacks.spec.parse_stack(text)
     if wanted.file and not wanted.file.exists():
         raise ConfigError(f"{wanted.base}: there is no such file")
     try:
-        stacks.check(text)
+        stacks.check_stack(text)
     except stacks.StackError as error:
         takes = "a release (4.45.2), a stack, an interpreter (python:PATH), or a lock file"
         raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
@@ -312,7 +320,7 @@ def refuse(args: argparse.Namespace) -> None:
         )
 
 
-def _failure_of(args: argparse.Namespace) -> Failure:
+def _failure_of(args: argparse.Namespace) -> ScriptFailure:
     from repro_matrix.runner import script_failure
 
     names = _failures(args)
@@ -321,8 +329,8 @@ def _failure_of(args: argparse.Namespace) -> Failure:
             f"--{names[0]} and --{names[1]} both describe the failure. Give one of them."
         )
     if not names or names == ["numbers"]:
-        return script_failure.Failure()
-    failure: Failure = getattr(script_failure, FAILURES[names[0]])(getattr(args, names[0]))
+        return script_failure.ScriptFailure()
+    failure: ScriptFailure = getattr(script_failure, FAILURES[names[0]])(getattr(args, names[0]))
     return failure
 
 
@@ -366,7 +374,7 @@ def script_of(
         raise ConfigError(f"--metric {failure.text!r}: {text}.")
     checks = tuple(sorted(set(getattr(args, "checks", ()))))
     failure = script_failure.with_checks(failure, checks) if checks else failure
-    env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
+    env, results = tuple(sorted(settings.env.items())), adhoc_case.script_results(settings.results)
     deadline = settings.deadline or adhoc_case.DEADLINE_S
     return (
         adhoc_case.Script(command, failure, results, deadline, env, checks),
@@ -414,10 +422,10 @@ def configurations(args: argparse.Namespace) -> tuple[list[Configuration], str]:
     stack's specification. Raises ConfigError before anything starts."""
     from repro_matrix.compare import consistency
 
-    axes = [consistency.settings("--ranks", args.ranks)] if args.ranks else []
-    axes += [consistency.settings("--vary", text) for text in args.vary]
+    axes = [consistency.option_choices("--ranks", args.ranks)] if args.ranks else []
+    axes += [consistency.option_choices("--vary", text) for text in args.vary]
     script, base, _ = script_of(copy.copy(args))
-    axes = axes or [consistency.settings("--ranks", consistency.of_trainer(script))]
+    axes = axes or [consistency.option_choices("--ranks", consistency.of_trainer(script))]
     found = []
     for chosen in consistency.combinations(axes):
         words, labels = (
@@ -460,7 +468,7 @@ def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[S
 # For main.py
 
 
-def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parse a command's arguments; options and overrides may be mixed. Raises ConfigError."""
     before, command = list(words), []
     if (

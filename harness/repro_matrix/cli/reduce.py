@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=None)  # it takes no command after --: it varies --args
     add = parser.add_argument
     add("--variant", help="of a case: the variant to reduce (default: the first)")
-    add("--max-probes", type=options.number(1), metavar="N", help="launch at most N attempts")
+    add("--max-probes", type=options.number_type(1), metavar="N", help="launch at most N attempts")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
             data = search.run()
         except Stopped as error:
             return options.stopped(error)
-    text = report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
+    text = report.render_search("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
     if isinstance(search.ended, Stopped):
         return options.stopped(search.ended)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from repro_matrix.baseline.accept import regrade
+from repro_matrix.baseline.accept import regrade_folder
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.results import runs, summary
@@ -37,11 +37,11 @@ def main(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
     cases = catalog.load().cases
-    rows, problems = regrade(folder, cases, args.baseline)
+    rows, problems = regrade_folder(folder, cases, args.baseline)
     if not rows and not any(problems.values()):
         raise ResultsError(f"{folder}: no results. Name a folder of results.")
     if args.write and args.baseline:
-        summary.write_baseline(folder, cases)
+        summary.write_baseline_summaries(folder, cases)
     elif args.write:
         summary.write_rows(folder, rows)
     texts = [text for found in problems.values() for text in found]

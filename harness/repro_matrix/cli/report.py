@@ -73,11 +73,11 @@ def main(args: argparse.Namespace) -> int:
         return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    text = load.render(args.format, found, folders, target)
+    text = load.render_page(args.format, found, folders, target)
     if target is None:
         sys.stdout.write(text)
     else:
-        load.write(target, text)
+        load.write_report(target, text)
         print(target)
     return _exit_code(found)
 
@@ -98,7 +98,7 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
         hint = "".join(nearest(one, found.stored_cases) for one in selection.get("case", ()))
         raise ResultsError(f"{words}: selects no stored cell{hint}")
     if not found.remarks.damaged and not any(
-        (folder / ".lock").exists() or runs.read(folder) for folder in folders
+        (folder / ".lock").exists() or runs.read_run(folder) for folder in folders
     ):
         reason = f": {found.remarks.all[0]}" if found.remarks.all else ""
         raise ResultsError(

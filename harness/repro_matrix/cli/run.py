@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     if options.names_script(args):
         return run_script(args)
     options.refuse(args)
-    cases = options.named(args.case).split(",")
+    cases = options.named_case(args.case).split(",")
     expand(
         "case",
         cases,
@@ -45,12 +45,12 @@ def main(args: argparse.Namespace) -> int:
         "the first argument of `repro run` is a case or a script",
     )
     texts = [f"case={args.case}", *args.overrides]
-    return matrix.measure(args, texts, every_variant=True, live=True)
+    return matrix.run_selection(args, texts, every_variant=True, live=True)
 
 
 def run_script(args: argparse.Namespace) -> int:
     from repro_matrix.runner.adhoc_case import in_shell, known_failures
-    from repro_matrix.search.script_prober import describe
+    from repro_matrix.search.script_prober import describe_probe_result
 
     script, spec, settings = options.script_of(args)
     request = script.request(spec, settings.repeat)
@@ -90,7 +90,7 @@ def run_script(args: argparse.Namespace) -> int:
             }
         )
     else:
-        print("\n".join(describe(case, document)))
+        print("\n".join(describe_probe_result(case, document)))
         for slug in known:
             print(f"a known failure: {slug}, {shipped[slug].title}")
             print(f"  its fixes: `repro show {slug}`; live: `repro run {slug}`")

@@ -33,7 +33,7 @@ from repro_matrix.report.terminal import print_json, print_notes, print_table, p
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner import prerequisites
-from repro_matrix.runner.session import Request, Session, ask
+from repro_matrix.runner.session import Request, Session, make_request
 from repro_matrix.text import counted, list_some
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     texts = [word for word in args.overrides if "=" in word] + (
         [f"variants=[{chosen}]"] if chosen else []
     )
-    request = ask(texts)
+    request = make_request(texts)
     cases = request.catalogue.cases
     named = [slug for slug in cases if args.case in slug and args.case not in cases]
     names = named if len(named) > 1 else expand("case", [args.case], cases)
@@ -266,7 +266,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     )
     prepared = Session(request.catalogue, settings, settled, here)
     prepared.stacks["current"] = spec.existing("current", sys.executable)
-    prerequisites.plan(prepared, placed, build=False)
+    prerequisites.plan_cells(prepared, placed, build=False)
     return prepared, prepared.plans[0]
 
 

@@ -108,7 +108,7 @@ def _build(args: argparse.Namespace) -> None:
 
 def _prune(args: argparse.Namespace) -> None:
     _require_cached(args.names, stacks.cached_stacks(args.names))
-    removed = stacks.prune(
+    removed = stacks.prune_stacks(
         older_than_days=args.older_than, everything=args.all, names=tuple(args.names)
     )
     for item in removed:

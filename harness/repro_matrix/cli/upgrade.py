@@ -17,10 +17,10 @@ import argparse
 import threading
 
 from repro_matrix.changes import upgrade_answer as upgrade
-from repro_matrix.changes.upgrade import End, Upgrade, compare
+from repro_matrix.changes.upgrade import End, Upgrade, compare_stacks
 from repro_matrix.cli import options
 from repro_matrix.environment import lockfiles, stacks
-from repro_matrix.environment.stacks.spec import parse
+from repro_matrix.environment.stacks.spec import parse_stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
@@ -28,7 +28,7 @@ from repro_matrix.results.rows import Row
 from repro_matrix.results.store import git_state
 from repro_matrix.results.summary import lost
 from repro_matrix.runner import session
-from repro_matrix.runner.session import Request, ask
+from repro_matrix.runner.session import Request, make_request
 from repro_matrix.text import list_some, log
 
 
@@ -47,8 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     _, texts = options.one_stack(args, {"stack": "the stacks are --from and --to"})
-    request, specs = ask(texts), (args.source, args.target)
-    for file in (parse(spec).file for spec in specs):
+    request, specs = make_request(texts), (args.source, args.target)
+    for file in (parse_stack(spec).file for spec in specs):
         if file and file.is_file() and file.name != "uv.lock" and file.suffix != ".toml":
             list(
                 lockfiles.requirements(
@@ -76,20 +76,20 @@ def main(args: argparse.Namespace) -> int:
         log("note: results that were measured with files that are not committed count, too")
     else:
         rows = committed
-    result = compare(request, list(ends.values()), rows)
+    result = compare_stacks(request, list(ends.values()), rows)
     if args.measure and result.missing:
         rows += _measure(request, result, ends)
-        result = compare(request, list(ends.values()), rows)
+        result = compare_stacks(request, list(ends.values()), rows)
     if args.json:
-        print_json(upgrade.to_json(result))
+        print_json(upgrade.upgrade_to_json(result))
     else:
-        print_wrapped(*upgrade.describe(result), f"exit code {result.exit_code}")
+        print_wrapped(*upgrade.describe_upgrade(result), f"exit code {result.exit_code}")
     return result.exit_code
 
 
 def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[Row]:
     """Measure the missing cells. ``ends`` gets the versions of the stacks as they were built."""
-    from repro_matrix.report.run_summary import Progress
+    from repro_matrix.report.run_summary import RunProgress
     from repro_matrix.results.summary import load_rows
     from repro_matrix.runner import run as workspace
 
@@ -99,7 +99,7 @@ def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[R
         each for each in prepared.plans if (each.cell.key, each.cell.stack) in missing.missing
     ]
     stop = threading.Event()
-    with workspace.interruptible(stop, log), Progress() as progress:
+    with workspace.interruptible(stop, log), RunProgress() as progress:
         summary = workspace.execute(
             prepared, progress.event, stop, resume=True, on_warning=progress.warn
         )

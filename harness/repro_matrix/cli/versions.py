@@ -41,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)"
     add("--range", metavar="FIRST..LAST", help=text)
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
-    add("--samples", type=options.number(2), metavar="N", default=8, help=text)
-    add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
+    add("--samples", type=options.number_type(2), metavar="N", default=8, help=text)
+    add("--max-probes", type=options.number_type(1), metavar="N", help="at most N probes")
     text = (
         "the failure of a script: a number of its training differs from those of this release by"
         " more than rounding"
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
                 return options.stopped(error)
         algorithms.version_map(trail, len(names), prober.variants, args.samples)
     stopped = trail.ended if isinstance(trail.ended, Stopped) else None
-    data = report.version_map(prober, base, package, names, trail, points)
+    data = report.version_map_to_json(prober, base, package, names, trail, points)
     data["stopped"] = str(stopped) if stopped else None
     data["may_depend_on"] = []
     if trail.ended is None and all(
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
         words = ["repro", "versions", *args.words]
         vary = reworded(words, {"--numbers": good} if args.numbers else {})
         data["may_depend_on"] = list_causes(prober, [package], words, vary)
-    print_json(data) if args.json else print(report.render("versions", data))
+    print_json(data) if args.json else print(report.render_search("versions", data))
     if stopped:
         return options.stopped(stopped)
     if not any(variant["segments"] for variant in data["variants"].values()):
@@ -117,5 +117,5 @@ def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> str | N
     for slug in spec.definitions():
         path = spec.lock_path(slug)
         if path.exists():
-            pinned.append(locks.read(path).pins.get(package))
+            pinned.append(locks.read_lock(path).pins.get(package))
     return next((release.version for release in available if release.version in pinned), None)

@@ -22,7 +22,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.records.document import Document
 from repro_matrix.runner.adhoc_case import Script
-from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, CellRunner, Say, Target
+from repro_matrix.search.prober import PASSED, REPRODUCED, CellRunner, ProbeAnswer, Say, Target
 from repro_matrix.search.script_prober import ScriptProber
 from repro_matrix.text import counted
 from repro_matrix.traces.invariance import by_design
@@ -46,7 +46,7 @@ class Setting:
     ranks: int | None = None
 
 
-def settings(option: str, text: str) -> list[Setting]:
+def option_choices(option: str, text: str) -> list[Setting]:
     """Return the choices of ``--acc {1,4}``; the values of several braces belong together. Without
     braces: without these arguments and with them. The first word of --ranks is a list of ranks.
     Raises ConfigError."""
@@ -319,7 +319,7 @@ def group(
     return found
 
 
-def check(
+def check_consistency(
     runner: CellRunner, chosen: Sequence[Configuration], stack: Stack, window: Window
 ) -> tuple[Consistency, list[Traced | None]]:
     """Launch the configurations on one stack, and compare them. Raises Stopped."""
@@ -356,7 +356,7 @@ def check(
     return group([each.labels for each in chosen], compare, problem), runs
 
 
-def to_json(found: Consistency, runs: Sequence[Traced | None]) -> dict[str, Any]:
+def consistency_to_json(found: Consistency, runs: Sequence[Traced | None]) -> dict[str, Any]:
     pairs = {**found.agreements, **found.differences}
     compared = [
         {"configurations": list(pair), "location": each.to_json()} for pair, each in pairs.items()
@@ -375,7 +375,7 @@ def to_json(found: Consistency, runs: Sequence[Traced | None]) -> dict[str, Any]
     }
 
 
-def describe(found: Consistency, runs: Sequence[Traced | None]) -> Iterator[str]:
+def describe_consistency(found: Consistency, runs: Sequence[Traced | None]) -> Iterator[str]:
     """Yield the answer first, then what supports it, as lines for a terminal."""
     yield f"{found.verdict}: {found.sentence()}"
     if found.differences:
@@ -436,11 +436,11 @@ class ConsistencyProber(TraceRunner, ScriptProber):
         self.stack = stack
         return super().measure(request, stack, *words, **named)
 
-    def answer(self, document: Document, variant: str) -> Answer:
+    def answer(self, document: Document, variant: str) -> ProbeAnswer:
         answer = super().answer(document, variant)
         if answer.label != PASSED:
             return answer
-        found, _ = check(self, self.chosen, self.stack, self.window)
+        found, _ = check_consistency(self, self.chosen, self.stack, self.window)
         detail, labels = found.sentence(), {0: PASSED, 1: REPRODUCED}
         return replace(
             answer,

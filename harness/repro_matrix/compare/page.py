@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from repro_matrix.report.render import environment, policy
+from repro_matrix.report.render import policy, template_environment
 from repro_matrix.traces.location import short
 
 CSS = """
@@ -20,7 +20,7 @@ CSS = """
 """
 
 
-def render(
+def render_comparison(
     found: Mapping[str, Any], grid: Mapping[str, Any], lines: Sequence[str], command: str
 ) -> str:
     """Return the page. ``found``: Comparison.to_json(); ``grid``: of repro_matrix.traces;
@@ -28,7 +28,7 @@ def render(
     css = (Path(__file__).parent / "templates" / "page.css").read_text(encoding="utf-8") + CSS
     rows = [_row(row) for row in grid["rows"]]
     return (
-        environment()
+        template_environment()
         .get_template("comparison.html")
         .render(
             title=f"Where the numbers differ: {found['bad']['command']}",

@@ -18,7 +18,7 @@ from typing import Any
 
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.config.vocabulary import RELEVANT
-from repro_matrix.environment.stacks import Stack, differences
+from repro_matrix.environment.stacks import Stack, version_differences
 from repro_matrix.errors import MeasureError
 from repro_matrix.records.document import Document, Made
 from repro_matrix.results import runs
@@ -29,8 +29,8 @@ from repro_matrix.search.prober import (
     OTHER_SIZE,
     PASSED,
     REPRODUCED,
-    Answer,
     CellRunner,
+    ProbeAnswer,
     SameResult,
     Say,
     Target,
@@ -39,7 +39,7 @@ from repro_matrix.search.script_prober import ScriptProber
 from repro_matrix.text import counted, first_line
 from repro_matrix.traces.comparison import grid, locate
 from repro_matrix.traces.location import Location
-from repro_matrix.traces.reader import Trace, read
+from repro_matrix.traces.reader import Trace, read_trace
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def traced(
 def _stored_trace(document: Document, request: Request) -> Trace | None:
     made = document["variants"][VARIANT]["attempts"]  # none: it was skipped
     stored = made and made[0]["observation"].get("trace")
-    return read(runs.results_folder(request.settings) / stored["folder"]) if stored else None
+    return read_trace(runs.results_folder(request.settings) / stored["folder"]) if stored else None
 
 
 class TraceRunner(CellRunner):
@@ -208,7 +208,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         location, good = self.location, self.good
-        changed = differences(good.run.stack.versions, self.bad.stack.versions)
+        changed = version_differences(good.run.stack.versions, self.bad.stack.versions)
         return {
             "schema": 1,
             "verdict": location.verdict,
@@ -221,7 +221,7 @@ class Comparison:
         }
 
 
-def compare(
+def compare_trainings(
     runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window
 ) -> Comparison:
     """Launch both sides and the noise runs of the good one."""
@@ -232,7 +232,7 @@ def compare(
 # -- as lines for a terminal
 
 
-def describe(found: Comparison) -> Iterator[str]:
+def describe_comparison(found: Comparison) -> Iterator[str]:
     """Yield the answer first, then what supports it."""
     location, coverage = found.location, found.location.coverage
     why = (
@@ -267,7 +267,7 @@ def describe(found: Comparison) -> Iterator[str]:
         )
         if side.problem:
             yield f"    it did not end well: {side.problem}"
-    changed = differences(found.good.run.stack.versions, found.bad.stack.versions)
+    changed = version_differences(found.good.run.stack.versions, found.bad.stack.versions)
     pairs = [
         f"{name} {one or 'absent'} -> {other or 'absent'}"
         for name, (one, other) in changed.items()
@@ -332,7 +332,7 @@ class NumbersProber(TraceRunner, ScriptProber):
             ["repro", "compare"], ["--good", good, "--bad", spec, *self.window.words()]
         )
 
-    def answer(self, document: Document, variant: str) -> Answer:
+    def answer(self, document: Document, variant: str) -> ProbeAnswer:
         answer = super().answer(document, variant)
         trace = _stored_trace(document, self.request)
         if trace is None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from repro_matrix.config import project
 from repro_matrix.config.expectations import Expectation, Table
-from repro_matrix.config.schema import Case, Hardware, Model, Stack, Strategy, Variant
+from repro_matrix.config.schema import Case, HardwareProfile, Model, StackFile, Strategy, Variant
 from repro_matrix.errors import ConfigError, Options, describe_validation, suggestion, unknown
 from repro_matrix.paths import CONF, REPROS, file_state
 
@@ -31,8 +31,8 @@ GROUPS: dict[str, type[BaseModel]] = {
     "case": Case,
     "model": Model,
     "strategy": Strategy,
-    "stack": Stack,
-    "hardware": Hardware,
+    "stack": StackFile,
+    "hardware": HardwareProfile,
 }
 
 
@@ -58,8 +58,8 @@ class Catalogue:
     cases: dict[str, Case]
     models: dict[str, Model]
     strategies: dict[str, Strategy]
-    stacks: dict[str, Stack]
-    hardware: dict[str, Hardware]
+    stacks: dict[str, StackFile]
+    hardware: dict[str, HardwareProfile]
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
     own: dict[str, dict[str, Path]] = field(
@@ -138,7 +138,7 @@ def check_syntax(path: Path, shown: str = "") -> None:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
 
 
-def parse(model: type[T], raw: Raw, path: Path | str) -> T:
+def parse_file(model: type[T], raw: Raw, path: Path | str) -> T:
     """Validate a mapping. Raise ConfigError that names the file, the key and the nearest valid
     choice."""
     try:
@@ -168,7 +168,7 @@ def load(
     raws: dict[str, dict[str, Raw]] = {}
     own: dict[str, dict[str, Path]] = {}
     for group in GROUPS:
-        files = project.files(group, conf)
+        files = project.group_files(group, conf)
         if not files:
             raise ConfigError(
                 f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?"
@@ -206,7 +206,7 @@ def read_group(group: str, conf: Path) -> tuple[Options[Any], dict[str, Raw]]:
     mapping of each."""
     options: Options[Any] = Options()
     raws: dict[str, Raw] = {}
-    files = project.files(group, conf)
+    files = project.group_files(group, conf)
     for path in project.misnamed(group, conf):
         name = path.name if path.stem in files else path.stem
         options.left_out[name] = ConfigError(f"{path}: is not read: its ending must be .yaml")
@@ -231,7 +231,7 @@ def _validate(group: str, raw: Raw, path: Path) -> Any:
     if group == "case" and "expect" in raw:
         where = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
         raise ConfigError(f"{short}: expect: expectations are kept in {where}")
-    option = parse(GROUPS[group], raw, short)
+    option = parse_file(GROUPS[group], raw, short)
     if option.slug != path.stem:  # type: ignore[attr-defined]
         raise ConfigError(f"{short}: slug must be the file's name, {path.stem!r}")
     return option
@@ -298,7 +298,7 @@ def _expectations(path: Path, state: tuple[int, ...]) -> list[Expectation]:
 
 def parse_expectations(raw: Raw, path: Path) -> list[Expectation]:
     """Parse a file of results/expected. Raise ConfigError."""
-    table = parse(Table, raw, shorten(path))
+    table = parse_file(Table, raw, shorten(path))
     if table.case != path.stem:
         raise ConfigError(f"{shorten(path)}: case must be the file's name, {path.stem!r}")
     return table.expectations

@@ -109,7 +109,7 @@ class Table(Strict):
         return found
 
 
-class Metric(Strict):
+class ExpectedMetric(Strict):
     """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor
     * other (``above``)."""
 
@@ -119,7 +119,7 @@ class Metric(Strict):
     factor: float = 1.0
 
     @model_validator(mode="after")
-    def _one(self) -> Metric:
+    def _one(self) -> ExpectedMetric:
         if (self.below is None) == (self.above is None):
             raise ValueError(
                 "a metric comparison needs exactly one of below and above (another variant's name)"
@@ -141,7 +141,7 @@ class Prediction(Strict):
     # The outcome but for what the log says, where the variant reproduces: that a warning is
     # harmless, or is not.
     outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
-    metric: Metric | None = None
+    metric: ExpectedMetric | None = None
     condition: str | None = None  # the condition in words, for conditional(on what)
     # The variant in whose place this one stands, where that is not the unfixed variant: one that
     # shares all but the change that the claim is about. The failure must reproduce there for the

@@ -107,7 +107,7 @@ def conf_folders(conf: Path = CONF) -> list[Path]:
     return list(dict.fromkeys([conf, *((*current().conf, *more) if conf == CONF else ())]))
 
 
-def files(group: str, conf: Path = CONF) -> dict[str, Path]:
+def group_files(group: str, conf: Path = CONF) -> dict[str, Path]:
     """A group's files by name, the shipped ones first. Raises ConfigError: a name that two folders
     have."""
     found: dict[str, Path] = {}

@@ -27,7 +27,7 @@ from repro_matrix.config.vocabulary import (
 from repro_matrix.errors import as_yaml, nearest
 
 
-class Frame(Strict):
+class FramePattern(Strict):
     """One frame that must be among an exception's (or a hung rank's) frames; regular expressions,
     whole match."""
 
@@ -35,7 +35,7 @@ class Frame(Strict):
     function: Regex = ".*"
 
 
-class Collective(Strict):
+class CollectivePattern(Strict):
     """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder
     shows it."""
 
@@ -70,8 +70,10 @@ class Signature(Strict):
     package: str | None = (
         None  # exception: package of the innermost frame; log: package the record comes from
     )
-    frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
-    collective: Collective | None = None  # hang: in what the ranks disagree, beside the frames
+    frames: list[FramePattern] = []  # exception, hang and signal: each must match one of the frames
+    collective: CollectivePattern | None = (
+        None  # hang: in what the ranks disagree, beside the frames
+    )
     logger: Regex | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
@@ -195,7 +197,7 @@ class Strategy(Needy):
         return f"{as_yaml(value)!r} is not valid{nearest(as_yaml(value), map(as_yaml, choices))}"
 
 
-class Stack(Strict):
+class StackFile(Strict):
     slug: str
     title: str
     python: str | None = None
@@ -204,7 +206,7 @@ class Stack(Strict):
     floating: bool = False  # no committed lock: whatever the index holds today
 
 
-class Hardware(Strict):
+class HardwareProfile(Strict):
     slug: str
     title: str
     accelerator: Literal["auto", "cpu", "cuda"]
@@ -214,7 +216,7 @@ class Hardware(Strict):
     shared: bool = False  # all ranks of an attempt on one GPU
 
     @model_validator(mode="after")
-    def _gpu_fields(self) -> Hardware:
+    def _gpu_fields(self) -> HardwareProfile:
         if self.accelerator == "cpu" and (self.gpus or self.backend == "nccl" or self.shared):
             raise ValueError(
                 "accelerator: cpu uses no GPU: leave out gpus, shared and backend: nccl, or say"

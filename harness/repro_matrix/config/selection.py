@@ -51,7 +51,7 @@ class Selection:
     )  # axes of the command line that only narrow what a block's cases list
 
 
-def parse(overrides: Iterable[str]) -> Selection:
+def parse_overrides(overrides: Iterable[str]) -> Selection:
     """Parse overrides. Raise ConfigError that quotes the invalid one."""
     selection = Selection()
     texts = list(overrides)

@@ -35,17 +35,17 @@ class Lockfile:
     unreleased: Mapping[str, str] = field(default_factory=dict)
 
 
-def read(path: Path) -> Lockfile:
+def read_lock_file(path: Path) -> Lockfile:
     """Read a lock file. Raises ConfigError, or StackError where uv cannot export it."""
     if path.name == "uv.lock":
-        return parse(locks.resolve_file(path), str(path))
+        return parse_lock_file(locks.resolve_file(path), str(path))
     try:
-        return parse(path.read_text(encoding="utf-8-sig"), str(path))
+        return parse_lock_file(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Give {FORMATS}.") from None
 
 
-def parse(text: str, path: str) -> Lockfile:
+def parse_lock_file(text: str, path: str) -> Lockfile:
     """Parse requirements. Raises ConfigError that names the file and the line."""
     pins: dict[str, str] = {}
     unreleased: dict[str, str] = {}
@@ -92,7 +92,7 @@ def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirem
 # -- two of them as the ends of a search
 
 
-def compared(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
+def changed_packages(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
     """Return the packages in which they differ: name -> (good, bad), "" where it is absent. Raises
     ConfigError."""
     for name in sorted({*good.unreleased, *bad.unreleased}):
@@ -119,8 +119,8 @@ def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     are."""
     if any(text.startswith("python:") or not Path(text).is_file() for text in (good, bad)):
         return good, bad, []
-    one, other = read(Path(good)), read(Path(bad))
-    differing = compared(one, other)
+    one, other = read_lock_file(Path(good)), read_lock_file(Path(bad))
+    differing = changed_packages(one, other)
     changes = ", ".join(
         f"{name} {pair[0] or 'absent'} -> {pair[1] or 'absent'}" for name, pair in differing.items()
     )
@@ -137,7 +137,7 @@ def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     for lockfile in (one, other):
         text = "".join(f"{name}=={version}\n" for name, version in sorted(lockfile.pins.items()))
         built.append(results / "scripts" / "lockfiles" / f"{short_hash(text)}.txt")
-        locks.write(built[-1], text)
+        locks.write_lock(built[-1], text)
     return str(built[0]), str(built[1]), [*notes, "Both were built whole."]
 
 

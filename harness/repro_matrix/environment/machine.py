@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from repro_matrix.config.schema import Hardware
+from repro_matrix.config.schema import HardwareProfile
 from repro_matrix.environment import gpus as gpu_driver
 from repro_matrix.environment.gpus import DriverError, Gpu, describe_unusable
 from repro_matrix.errors import ConfigError, unknown
@@ -337,7 +337,7 @@ def count_names(gpus: Sequence[Gpu]) -> str:
     )
 
 
-def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
+def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Profile:
     """Return the profile to run with. Raises HardwareError when the machine does not have what it
     needs, and for
     ``auto`` where GPUs are here, or were requested, and none can be used."""
@@ -369,7 +369,9 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     )
 
 
-def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machine) -> list[Profile]:
+def settle_all(
+    names: Sequence[str], known: dict[str, HardwareProfile], machine: Machine
+) -> list[Profile]:
     """Return the profiles of a run, the widest first. ``auto`` is all that this machine can be: its
     GPUs, one GPU that several ranks share where there is no second one, and its CPU."""
     if list(names) != ["auto"]:
@@ -390,7 +392,7 @@ def with_every_gpu(machine: Machine) -> Machine:
     return replace(machine, gpus=(*machine.gpus, *repaired), left_out=())
 
 
-def _backend(spec: Hardware) -> str:
+def _backend(spec: HardwareProfile) -> str:
     return "nccl" if spec.backend == "auto" else spec.backend
 
 
@@ -404,11 +406,11 @@ def _exclusive(gpu: Gpu) -> str | None:
     )
 
 
-def _fits(spec: Hardware, gpu: Gpu) -> bool:
+def _fits(spec: HardwareProfile, gpu: Gpu) -> bool:
     return not spec.gpu_name or spec.gpu_name.lower() in gpu.name.lower()
 
 
-def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
+def _detect_name(known: dict[str, HardwareProfile], machine: Machine) -> str:
     """Return the largest profile that the machine fills; one that names the GPU wins over one that
     does not."""
     if not machine.gpus:

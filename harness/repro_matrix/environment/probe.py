@@ -56,7 +56,7 @@ _OTHER_BUILD = (
 )  # errors that another build of torch avoids
 
 
-def ask(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> Json:
+def run_probe(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> Json:
     """Run the probe in the stack; return its lines as one mapping, with ``failed`` where it did not
     finish.
 
@@ -222,7 +222,7 @@ def parse_output(output: bytes) -> Json:
     return answer
 
 
-def record(answer: Mapping[str, Any]) -> Json:
+def probe_record(answer: Mapping[str, Any]) -> Json:
     """Return what results keep: what a measurement can depend on, and nothing that differs from run
     to run."""
     devices = [
@@ -233,7 +233,7 @@ def record(answer: Mapping[str, Any]) -> Json:
     return {**{name: answer.get(name) for name in RECORDED}, "devices": devices, **failed}
 
 
-def describe(answer: Mapping[str, Any], gpus: int) -> str:
+def describe_probe(answer: Mapping[str, Any], gpus: int) -> str:
     """Describe torch and its build, and on how many of the ``gpus`` that NVML shows it computes."""
     parts = [
         ("CUDA", answer.get("cuda")),

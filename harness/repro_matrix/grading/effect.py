@@ -22,7 +22,7 @@ from typing import Any
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.checks import number, same_json
-from repro_matrix.grading.observation import Attempt, Rank, peak_bytes
+from repro_matrix.grading.observation import Evidence, Rank, peak_bytes
 from repro_matrix.records.attempt import STARTING, Effect, StrategySettings
 from repro_matrix.text import list_ranks
 
@@ -43,7 +43,7 @@ _HOLDS = {
 }
 
 
-def missing_effect(case: Case, variant: str, attempt: Attempt) -> str | None:
+def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
     """Return the first reason to doubt that what the variant names took effect; None where there is
     none."""
     strategy = attempt.settings.get("strategy", {})
@@ -63,7 +63,7 @@ def missing_effect(case: Case, variant: str, attempt: Attempt) -> str | None:
     )
 
 
-def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
+def unread_change(case: Case, variant: str, attempt: Evidence) -> str | None:
     """Return which flag or option of the variant no rank has read, for an attempt that failed as
     the unfixed variant does.
 
@@ -73,7 +73,7 @@ def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
     return _unread(case, variant, attempt) if recorded and attempt.ranks else None
 
 
-def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
+def never_on_gpu(case: Case, attempt: Evidence) -> str | None:
     """Return which rank began the case's body without CUDA, or on a GPU that was not leased to it:
     it computed elsewhere, whatever it shows.
 
@@ -100,7 +100,7 @@ def _evidence(rank: Rank, what: str) -> list[Effect]:
     return [item for item in rank.record.get("effects", ()) if item["what"] == what]
 
 
-def _process_group(attempt: Attempt) -> str | None:
+def _process_group(attempt: Evidence) -> str | None:
     """Every rank was in a process group of all of them, with the backend that was asked for."""
     if attempt.world_size < 2:
         return None
@@ -123,7 +123,7 @@ def _process_group(attempt: Attempt) -> str | None:
     return None
 
 
-def _gpus(case: Case, attempt: Attempt) -> str | None:
+def _gpus(case: Case, attempt: Evidence) -> str | None:
     """It computed on the GPUs that it was given: gloo and a lone process would use the CPU and not
     fail."""
     if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
@@ -143,7 +143,7 @@ def _gpus(case: Case, attempt: Attempt) -> str | None:
 
 
 def _strategy(
-    attempt: Attempt, slug: str, promised: Mapping[str, Any], strategy: StrategySettings, kind: str
+    attempt: Evidence, slug: str, promised: Mapping[str, Any], strategy: StrategySettings, kind: str
 ) -> str | None:
     ranks = max(attempt.world_size, 1)
     parts = max(ranks // _replicas(strategy), 1)
@@ -211,7 +211,7 @@ def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts:
     return None
 
 
-def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | None:
+def _collectives(attempt: Evidence, slug: str, wanted: Iterable[Any]) -> str | None:
     for rank in attempt.ranks:
         evidence = _evidence(rank, "collectives")
         if not evidence:
@@ -252,7 +252,7 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
     return None
 
 
-def _unread(case: Case, variant: str, attempt: Attempt) -> str | None:
+def _unread(case: Case, variant: str, attempt: Evidence) -> str | None:
     """Some rank read every flag and option that the variant, or the cell, sets apart from its
     default."""
     spec = case.variants.get(variant)

@@ -17,9 +17,9 @@ from typing import Any
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.nearest import Basis, inside, nearest
+from repro_matrix.grading.nearest import Basis, inside, nearest_expectation
 from repro_matrix.records.attempt import Settings
-from repro_matrix.records.document import Cell
+from repro_matrix.records.document import CellRecord
 from repro_matrix.records.outcome import FAILING, NOTHING_STORED, Compared, Verdict
 from repro_matrix.text import list_some
 
@@ -88,7 +88,7 @@ def basis(
             if own_stack
             else (entry for _, entry in _of_variant(case, where, variant, kind, facts))
         )
-        if found := Basis((same,)) if same else nearest(entries, versions):
+        if found := Basis((same,)) if same else nearest_expectation(entries, versions):
             return replace(found, on_cpu=kind != hardware)
     return None
 
@@ -99,7 +99,7 @@ def as_expected(name: str) -> str:
     return "NOT_REPRODUCED" if name == "FIXED_UPSTREAM" else name
 
 
-def compare(
+def compare_verdict(
     verdict: Verdict, known: Basis | None, role: str = "probe", control: bool = False
 ) -> Compared:
     """Compare a verdict of a variant with what is known of it.
@@ -147,7 +147,7 @@ def comparison(
     that is not here, and how the two compare."""
     known = basis(case, where, variant, versions, hardware, facts)
     role = case.variants[variant].role if variant in case.variants else "probe"
-    state = compare(verdict, known, role, case.kind == "control")
+    state = compare_verdict(verdict, known, role, case.kind == "control")
     known = None if state in NOTHING_STORED else known
     return {
         "expected": state,
@@ -260,7 +260,7 @@ def _deciding(settings: Settings) -> list[tuple[dict[str, Any], bool]]:
     ]
 
 
-def machine(document: Cell) -> dict[str, Any]:
+def machine(document: CellRecord) -> dict[str, Any]:
     """Return what identifies the machine of a measurement, without what changes from day to day."""
     hardware = document["hardware"]
     identity = {key: hardware.get(key) for key in ("accelerator", "cpu", "cores", "driver")}
@@ -271,7 +271,7 @@ def machine(document: Cell) -> dict[str, Any]:
 # fixes hold there.
 
 
-def recorded_capabilities(document: Cell) -> dict[str, str | bool]:
+def recorded_capabilities(document: CellRecord) -> dict[str, str | bool]:
     """Return each capability that all ranks of the document's attempts recorded alike."""
     values: dict[str, set[str | bool]] = {}
     for variant in document["variants"].values():

@@ -43,7 +43,7 @@ from repro_matrix.config.schema import INFINITE, AdhocCase, Case
 from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_change
 from repro_matrix.grading.expected import same_release
 from repro_matrix.grading.hangs import timeout_without_hang
-from repro_matrix.grading.observation import Attempt, Rank
+from repro_matrix.grading.observation import Evidence, Rank
 from repro_matrix.grading.root_cause import (
     Failure,
     Failures,
@@ -90,7 +90,7 @@ def grade(
 
     ``planned``: the stack's versions, beside those that the observation itself was planned with.
     """
-    attempt = Attempt(observation)
+    attempt = Evidence(observation)
     failures = find_failures(attempt, threads=not isinstance(case, AdhocCase))
     first = failures.first
     primary = (
@@ -165,7 +165,7 @@ def _no_evidence(
     return Outcome("infra_error", text, ranks=tuple(sorted(ranks)), check=check, infra_error=kind)
 
 
-def _infra_error(attempt: Attempt, planned: Mapping[str, str]) -> Outcome | None:
+def _infra_error(attempt: Evidence, planned: Mapping[str, str]) -> Outcome | None:
     if attempt.interrupted:
         return _no_evidence("interrupted", "")
     if attempt.infra_error is not None:
@@ -180,7 +180,7 @@ def _infra_error(attempt: Attempt, planned: Mapping[str, str]) -> Outcome | None
     )
 
 
-def _foreign_record(attempt: Attempt) -> Outcome | None:
+def _foreign_record(attempt: Evidence) -> Outcome | None:
     """Refuse a record that the rank's own process did not write in this attempt.
 
     Records are not signed: one that is forged consistently in everything is trusted.
@@ -205,7 +205,7 @@ def _foreign_record(attempt: Attempt) -> Outcome | None:
     return None
 
 
-def _other_versions(attempt: Attempt, stored: Mapping[str, str]) -> Outcome | None:
+def _other_versions(attempt: Evidence, stored: Mapping[str, str]) -> Outcome | None:
     """Refuse a rank that ran on other releases than planned, or than another rank."""
     plans = [("the plan", attempt.planned), ("the stack", stored)]
     ranks = [(f"rank {rank.rank}", rank.record["versions"]) for rank in attempt.ranks]
@@ -226,7 +226,7 @@ def _other_versions(attempt: Attempt, stored: Mapping[str, str]) -> Outcome | No
 
 
 def _recognize(
-    case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]
+    case: Case, attempt: Evidence, failures: Failures, cases: Iterable[Case]
 ) -> tuple[Recognized, ...]:
     """Find every known failure of the catalogue, the case's own first, then in the catalogue's
     order.
@@ -257,7 +257,7 @@ def _recognize(
 def _judge(
     case: Case,
     variant: str,
-    attempt: Attempt,
+    attempt: Evidence,
     failures: Failures,
     recognized: tuple[Recognized, ...],
 ) -> Outcome:
@@ -294,7 +294,7 @@ def _judge(
 # -- 4. and 5. hangs and failures that are not known
 
 
-def _failed(attempt: Attempt, first: Failure | None) -> Outcome | None:
+def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
     lost = (
         first
         and first.secondary
@@ -336,7 +336,7 @@ def _describe(failure: Failure) -> str:
     return f"rank {failure.rank}: {first_line(error)}{location}{thread}"
 
 
-def _stuck(attempt: Attempt) -> str:
+def _stuck(attempt: Evidence) -> str:
     """Name the innermost upstream frame of the first rank whose stack was collected."""
     for rank in attempt.ranks:
         frames = [frame for frame in rank.stack_frames if not frame.is_project]
@@ -363,7 +363,7 @@ def _unfinished(rank: Rank) -> str | None:
 # -- 6. to 9. of a user's script
 
 
-def _left_behind(attempt: Attempt) -> Outcome | None:
+def _left_behind(attempt: Evidence) -> Outcome | None:
     """Refuse a rank that ended without Python's exit while a process of it, perhaps the training,
     ran on."""
     ranks = [rank.rank for rank in attempt.ranks if rank.wrote and rank.ended_at is None]
@@ -376,7 +376,7 @@ def _left_behind(attempt: Attempt) -> Outcome | None:
     return _no_evidence("missing_check", reason, ranks)
 
 
-def _printed(case: AdhocCase, attempt: Attempt) -> Outcome:
+def _printed(case: AdhocCase, attempt: Evidence) -> Outcome:
     """Every rank of a user's script ended with exit code 0: does the number that it printed show
     the failure?"""
     metric, printed = case.metric, attempt.printed
@@ -406,7 +406,7 @@ def _printed(case: AdhocCase, attempt: Attempt) -> Outcome:
 # -- 6. to 9. every rank finished: is there the evidence that the case asks for?
 
 
-def _checks(case: Case, attempt: Attempt) -> Outcome | None:
+def _checks(case: Case, attempt: Evidence) -> Outcome | None:
     failed: dict[str, list[tuple[float, int, str]]] = {}
     void, steps = None, attempt.settings.get("steps")
     for rank in attempt.ranks:
@@ -446,7 +446,7 @@ def _describe_check(name: str, failed: list[tuple[float, int, str]]) -> str:
     )
 
 
-def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
+def _missing_checks(case: Case, attempt: Evidence) -> dict[str, list[int]]:
     """Return the checks of the pass criteria that were not made, with the ranks that did not make
     them."""
     ranks = attempt.ranks if case.pass_criteria.ranks == "all" else attempt.ranks[:1]
@@ -457,13 +457,13 @@ def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
     return {name: missing for name, missing in without.items() if missing}
 
 
-def failed_checks(case: Case, attempt: Attempt) -> tuple[str, ...]:
+def failed_checks(case: Case, attempt: Evidence) -> tuple[str, ...]:
     """Return the names of the checks that were required and not made, or that failed."""
     failed = [check.name for rank in attempt.ranks for check in rank.checks if check.failed]
     return tuple(dict.fromkeys([*_missing_checks(case, attempt), *failed]))
 
 
-def _effect(case: Case, variant: str, attempt: Attempt) -> Outcome:
+def _effect(case: Case, variant: str, attempt: Evidence) -> Outcome:
     missing = missing_effect(case, variant, attempt)
     if missing:
         return _no_evidence("no_effect", first_line(missing))

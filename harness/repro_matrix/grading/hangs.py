@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from repro_matrix.grading.observation import Attempt, CodeLocation, parse_threads
+from repro_matrix.grading.observation import CodeLocation, Evidence, parse_threads
 from repro_matrix.grading.root_cause import is_peer_error
 from repro_matrix.records.attempt import Collectives, InfraErrorKind
 from repro_matrix.text import list_ranks
@@ -92,7 +92,7 @@ def _increase(first: Sample, second: Sample, key: str) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def timeout_without_hang(attempt: Attempt) -> tuple[InfraErrorKind, str] | None:
+def timeout_without_hang(attempt: Evidence) -> tuple[InfraErrorKind, str] | None:
     """Return why an attempt that timed out is not a hang: (kind of infra, message); None where it
     is one.
 

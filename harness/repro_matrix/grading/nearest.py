@@ -72,7 +72,9 @@ class _Neighbor:
         )
 
 
-def nearest(entries: Iterable[Expectation], versions: Mapping[str, str]) -> Basis | None:
+def nearest_expectation(
+    entries: Iterable[Expectation], versions: Mapping[str, str]
+) -> Basis | None:
     """Return the nearest of a variant's expectations; None where none was measured with comparable
     releases."""
     found = [one for one in (_neighbor(entry, versions) for entry in entries) if one]
@@ -96,10 +98,10 @@ def _neighbor(entry: Expectation, versions: Mapping[str, str]) -> _Neighbor | No
     installed has not taken part."""
     signs, ends = {}, {}
     for name, bounds in entry.versions.items():
-        measured = sorted(release(end[name]) for end in entry.measured_at if name in end)
+        measured = sorted(without_build(end[name]) for end in entry.measured_at if name in end)
         if name in versions or name in ORDERING:
             try:
-                here = release(versions[name])
+                here = without_build(versions[name])
             except (KeyError, InvalidVersion):
                 return None
             known = inside(bounds, versions[name]) is not None or not measured
@@ -124,7 +126,7 @@ def _nearest(found: Sequence[_Neighbor]) -> list[_Neighbor]:
 
 
 @lru_cache(maxsize=4096)
-def release(text: str) -> Version:
+def without_build(text: str) -> Version:
     """Return a version without its build (+cu130). Raises InvalidVersion."""
     return Version(Version(text).public)
 

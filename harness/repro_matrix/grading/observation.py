@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from repro_matrix.config.failure_rules import peer_errors
 from repro_matrix.grading.checks import CheckResult, evaluate, number
 from repro_matrix.records.attempt import Exception_, Observation, Record
-from repro_matrix.records.attempt import Rank as RankData
+from repro_matrix.records.attempt import RankRecord as RankData
 
 # -- code locations
 
@@ -408,7 +408,7 @@ def _record_error(data: RankData) -> str:
     return ""
 
 
-class Attempt:
+class Evidence:
     """An observation, parsed once."""
 
     def __init__(self, observation: Observation) -> None:

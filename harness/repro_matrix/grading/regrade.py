@@ -12,7 +12,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.expected import comparison, recorded_capabilities
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
-from repro_matrix.records.document import Cell, Document, Variant, kind_of
+from repro_matrix.records.document import CellRecord, Document, VariantRecord, kind_of
 from repro_matrix.records.outcome import Outcome, StoredVerdict, Verdict
 
 Outcomes = dict[str, list[Outcome]]  # by variant
@@ -77,7 +77,7 @@ def outcomes_of(document: Document, case: Case, cases: Mapping[str, Case]) -> Ou
 def with_outcomes(document: Document, outcomes: Outcomes) -> Document:
     """Return the document with these outcomes instead of its own, without variants that have none
     here."""
-    variants: dict[str, Variant] = {}
+    variants: dict[str, VariantRecord] = {}
     for name, graded in outcomes.items():
         variant = document["variants"][name]
         attempts = zip(variant["attempts"], graded)
@@ -92,7 +92,9 @@ def with_outcomes(document: Document, outcomes: Outcomes) -> Document:
     }
 
 
-def verdicts_of(document: Cell, case: Case, history: Iterable[Cell]) -> dict[str, StoredVerdict]:
+def verdicts_of(
+    document: CellRecord, case: Case, history: Iterable[CellRecord]
+) -> dict[str, StoredVerdict]:
     """Return the verdicts that follow from the document's outcomes. ``history``: the same cell on
     other stacks."""
     outcomes = {
@@ -114,6 +116,6 @@ def verdicts_of(document: Cell, case: Case, history: Iterable[Cell]) -> dict[str
     return {name: verdict.to_json() for name, verdict in verdicts.items()}
 
 
-def _other_stack(other: Cell, document: Cell) -> bool:
+def _other_stack(other: CellRecord, document: CellRecord) -> bool:
     same_kind = other["hardware"]["accelerator"] == document["hardware"]["accelerator"]
     return same_kind and other["stack"]["versions"] != document["stack"]["versions"]

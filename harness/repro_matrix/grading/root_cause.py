@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from repro_matrix.config.failure_rules import device_error, device_errors, peer_errors
-from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank
+from repro_matrix.grading.observation import CodeLocation, Evidence, RaisedException, Rank
 from repro_matrix.records.attempt import FailureKind
 from repro_matrix.records.outcome import FailureId, Outcome
 from repro_matrix.text import first_line
@@ -80,7 +80,7 @@ class Failures:
         return self.primary[0] if self.primary else None
 
 
-def find_failures(attempt: Attempt, threads: bool = False) -> Failures:
+def find_failures(attempt: Evidence, threads: bool = False) -> Failures:
     """Separate the attempt's primary failures from those that follow from another rank's.
 
     ``threads``: where no rank failed, and none was stopped at the deadline, those of which a thread

@@ -38,11 +38,11 @@ from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 
-from repro_matrix.config.schema import Case, Collective, Frame, Signature
+from repro_matrix.config.schema import Case, CollectivePattern, FramePattern, Signature
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
 from repro_matrix.grading.observation import (
-    Attempt,
     CodeLocation,
+    Evidence,
     RaisedException,
     Rank,
     in_package,
@@ -63,7 +63,7 @@ class Match:
 
 
 def match_attempt(
-    signature: Signature, attempt: Attempt, failures: Failures, backend: str | None = None
+    signature: Signature, attempt: Evidence, failures: Failures, backend: str | None = None
 ) -> Match | None:
     """Match one signature against a parsed observation and its failures; ``backend`` defaults to
     the observation's."""
@@ -91,7 +91,7 @@ def match_attempt(
 
 
 def _on_all_ranks(
-    signature: Signature, messages: Mapping[int, str], attempt: Attempt, failures: Failures
+    signature: Signature, messages: Mapping[int, str], attempt: Evidence, failures: Failures
 ) -> bool:
     """Whether every rank that could show it does; one that only followed another's failure does not
     count against."""
@@ -198,7 +198,7 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
 _MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _signal}
 
 
-def _has_frame(wanted: Frame, frames: Iterable[CodeLocation]) -> bool:
+def _has_frame(wanted: FramePattern, frames: Iterable[CodeLocation]) -> bool:
     """Whether one upstream frame has both the module and the function (each a regular expression,
     whole match)."""
     module, function = _compiled(wanted.module), _compiled(wanted.function)
@@ -209,7 +209,7 @@ def _has_frame(wanted: Frame, frames: Iterable[CodeLocation]) -> bool:
     )
 
 
-def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[int, str]:
+def _hang(signature: Signature, attempt: Evidence, failures: Failures) -> dict[int, str]:
     """Return the ranks at a declared frame; none unless each frame is found on some rank.
 
     A rank that waits for another one which failed is not a hang of its own.
@@ -259,7 +259,7 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
     return messages
 
 
-def _work_s(attempt: Attempt) -> float:
+def _work_s(attempt: Evidence) -> float:
     """Return how long the ranks worked by their records: one that ends while it is sampled was not
     ended by anyone."""
     began = (attempt.started or 0.0) + (attempt.startup_s or 0.0)
@@ -268,12 +268,12 @@ def _work_s(attempt: Attempt) -> float:
     )
 
 
-def completes_mismatches(attempt: Attempt) -> bool:
+def completes_mismatches(attempt: Evidence) -> bool:
     """Whether its backend may complete different collectives as the same one."""
     return "nccl" in attempt.backend
 
 
-def diverged(attempt: Attempt) -> list[Mismatch]:
+def diverged(attempt: Evidence) -> list[Mismatch]:
     """Return the collectives that its ranks did not enter together, as far as the flight recorder
     shows them."""
     nccl = completes_mismatches(attempt)
@@ -284,7 +284,7 @@ def diverged(attempt: Attempt) -> list[Mismatch]:
     return find_mismatches(ranks, nccl)
 
 
-def _is_mismatch(wanted: Collective, mismatch: Mismatch, attempt: Attempt) -> bool:
+def _is_mismatch(wanted: CollectivePattern, mismatch: Mismatch, attempt: Evidence) -> bool:
     """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives
     entered.
 
@@ -304,7 +304,7 @@ def _is_mismatch(wanted: Collective, mismatch: Mismatch, attempt: Attempt) -> bo
 # -- near misses: for the author of a signature
 
 
-def near_misses(signatures: Iterable[Signature], attempt: Attempt, failures: Failures) -> str:
+def near_misses(signatures: Iterable[Signature], attempt: Evidence, failures: Failures) -> str:
     """Describe how exception signatures just missed the first exception, part by part; "" when none
     was close."""
     raised = next((failure.raised for failure in failures.primary if failure.raised), None)

@@ -38,7 +38,7 @@ from repro_matrix.grading.expected import (
 )
 from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.attempt import Settings
-from repro_matrix.records.document import Cell
+from repro_matrix.records.document import CellRecord
 from repro_matrix.records.outcome import FAILING, Interval, Outcome, Verdict
 from repro_matrix.text import counted
 
@@ -75,7 +75,7 @@ def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
 def judge(
     case: Case,
     outcomes: Mapping[str, Sequence[Outcome]],
-    history: Iterable[Cell] = (),
+    history: Iterable[CellRecord] = (),
     versions: Mapping[str, str] | None = None,
     settings: Settings | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -264,7 +264,7 @@ def _why_no_evidence(outcomes: Sequence[Outcome]) -> str:
 
 
 def _older_reproduction(
-    history: Iterable[Cell],
+    history: Iterable[CellRecord],
     versions: Mapping[str, str] | None,
     settings: Settings,
     needed: Mapping[str, Any],

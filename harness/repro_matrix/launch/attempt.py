@@ -286,7 +286,7 @@ def environment(attempt: Attempt) -> dict[str, str]:
     return {**stack_environment(attempt), **private_environment(attempt)}
 
 
-def prepare(attempt: Attempt, spec: Json | None = None) -> None:
+def create_files(attempt: Attempt, spec: Json | None = None) -> None:
     """Create the attempt's files; ``spec``: the worker's input, where it is not the attempt's own.
 
     An older folder of the same id is removed first: no stale record may be read.

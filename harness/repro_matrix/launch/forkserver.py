@@ -28,8 +28,8 @@ from repro_matrix.launch.attempt import (
     QUIET_IMPORTS,
     Attempt,
     Json,
+    create_files,
     describe_exit,
-    prepare,
     remove,
     stack_environment,
     visible_devices,
@@ -37,7 +37,7 @@ from repro_matrix.launch.attempt import (
 from repro_matrix.launch.torchrun import (
     HOOKS,
     TorchrunLauncher,
-    complete,
+    add_files,
     tried_again,
     user_environment,
 )
@@ -73,7 +73,7 @@ class ForkserverLauncher:
         self._torchrun = TorchrunLauncher()
         self._servers: dict[Key, Server] = {}  # the longest unused ones come first
         self._starting: dict[Key, threading.Lock] = {}
-        self._refused: dict[Key, Refused] = {}
+        self._refused: dict[Key, ServerRefused] = {}
         self._lock = threading.Lock()
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
@@ -84,7 +84,7 @@ class ForkserverLauncher:
         ):  # stopped already: the other launcher starts nothing either
             try:
                 return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
-            except Refused as refused:
+            except ServerRefused as refused:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:
                 remove(attempt.directory)
@@ -101,14 +101,14 @@ class ForkserverLauncher:
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         with self._server(attempt, stop) as server:
-            prepare(attempt, spec_of(attempt))
+            create_files(attempt, spec_of(attempt))
             started = time.time()
             with server.fork(attempt.spec_file) as forked:
-                if isinstance(forked, Supervisor):
+                if isinstance(forked, ServerProcess):
                     watched = Watch(attempt, root=forked.process).run(forked.wait, stop)
                     observation = observe.observation(attempt, self.name, server.command, watched)
                     return (
-                        complete(observation, attempt, attempt.command)
+                        add_files(observation, attempt, attempt.command)
                         if attempt.command
                         else observation
                     )
@@ -128,7 +128,7 @@ class ForkserverLauncher:
                     server = Server(
                         attempt.python, attempt.imports, env, attempt.directory.parent, stop
                     )
-                except Refused as refused:
+                except ServerRefused as refused:
                     if refused.kind != "stopped":
                         self._refused[key] = refused
                     raise
@@ -199,7 +199,7 @@ def spec_of(attempt: Attempt) -> Json:
     return spec
 
 
-class Refused(Exception):
+class ServerRefused(Exception):
     """The server did not start. ``kind``: import, thread, process, cuda, launch, died or
     stopped."""
 
@@ -208,7 +208,7 @@ class Refused(Exception):
         self.kind = kind
 
 
-class Supervisor:
+class ServerProcess:
     """The process, forked from a server, from which all of one attempt descends."""
 
     def __init__(self, pid: int, life: int) -> None:
@@ -261,7 +261,7 @@ class Server:
             self._await(stop)
         except OSError as error:
             self.close()
-            raise Refused("launch", f"{type(error).__name__}: {error}") from None
+            raise ServerRefused("launch", f"{type(error).__name__}: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -270,22 +270,22 @@ class Server:
         limit = time.monotonic() + IMPORT_S
         while not wait([self._socket], 0.1):
             if stop.is_set():
-                raise Refused("stopped", "the run was stopped")
+                raise ServerRefused("stopped", "the run was stopped")
             if time.monotonic() > limit:
-                raise Refused(
+                raise ServerRefused(
                     "import",
                     f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}",
                 )
         data = self._socket.recv(1 << 20)
         if not data:
-            raise Refused("died", f"the fork server {self._describe_end(self._importing())}")
+            raise ServerRefused("died", f"the fork server {self._describe_end(self._importing())}")
         answer = json.loads(data)
         if not answer["ready"]:
-            raise Refused(answer["kind"], answer["message"])
+            raise ServerRefused(answer["kind"], answer["message"])
         self._ready = True
 
     @contextmanager
-    def fork(self, spec_file: Path) -> Iterator[Supervisor | Json]:
+    def fork(self, spec_file: Path) -> Iterator[ServerProcess | Json]:
         """Start an attempt; yield its supervisor, or the reason ({"kind", "message"}) why there is
         none."""
         life, theirs = os.pipe()
@@ -297,7 +297,7 @@ class Server:
             finally:
                 os.close(theirs)
             if wait([life], ANSWER_S) and (pid := os.read(life, 32)):
-                yield Supervisor(int(pid), life)
+                yield ServerProcess(int(pid), life)
             else:
                 problem = {
                     "kind": "launcher_died",

@@ -22,7 +22,7 @@ DUPLICATES = (
 ALL = 0.9  # share from which all samples occur several times, but for a rest
 
 
-def compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
+def compare_samples(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
     """Return what was compared, what is wrong, and why nothing or not all could be compared.
 
     ranks: of each rank, the epochs that it trained, or ``missing``.

@@ -22,7 +22,7 @@ def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
     """Add the wanted checks (``replicas``, ``finite``, ``data``) to each rank's record."""
     if "data" in wanted:
         ended = {"missing": "the process ended without Python's exit"}
-        compared, wrong, unknown = sample_checks.compare(
+        compared, wrong, unknown = sample_checks.compare_samples(
             [each["facts"].get("samples", ended) for each in records]
         )
         for record in records:

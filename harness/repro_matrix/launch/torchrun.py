@@ -29,8 +29,8 @@ from repro_matrix.launch.attempt import (
     PARENT_TOKEN,
     Attempt,
     Json,
+    create_files,
     environment,
-    prepare,
     private_environment,
     read_launch,
     remove,
@@ -96,7 +96,7 @@ def run_command(attempt: Attempt, command: AdhocCase, stop: threading.Event) -> 
     observation = run_worker(
         attempt, "command", argv, worker, user_environment(attempt, command), stop, spec
     )
-    return complete(observation, attempt, command) if attempt.logs.exists() else observation
+    return add_files(observation, attempt, command) if attempt.logs.exists() else observation
 
 
 def run_worker(
@@ -116,7 +116,7 @@ def run_worker(
     started = time.time()
     if stop.is_set():  # nothing may start any more: the run may have lost its devices
         return observe.not_started(attempt, launcher, command, started, None)
-    prepare(attempt, spec)
+    create_files(attempt, spec)
     try:
         with open(attempt.logs / "launcher.log", "ab") as log:
             # A session of its own: Ctrl-C in the terminal is for the controller, which ends the
@@ -181,7 +181,7 @@ def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
     }
 
 
-def complete(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
+def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
     """Add what only the attempt's files hold, while they are there."""
     code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
     ranks = observation["ranks"]

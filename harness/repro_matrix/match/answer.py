@@ -10,9 +10,9 @@ from typing import Any
 from repro_matrix.baseline.advice import advice
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.config.schema import Case
-from repro_matrix.match.collectives import Hang
+from repro_matrix.match.collectives import LogHang
 from repro_matrix.match.errors import callers, memory_of, where
-from repro_matrix.match.known_failures import Answer, Failure
+from repro_matrix.match.known_failures import LogAnswer, LogFailure
 from repro_matrix.match.scan import Finding, Scanned
 from repro_matrix.text import WIDTH, counted, first_line, list_some, wrap
 
@@ -29,7 +29,7 @@ Versions = tuple[
 def log_json(
     path: str,
     seen: Scanned,
-    answer: Answer,
+    answer: LogAnswer,
     cases: Mapping[str, Case],
     given: Versions | None = None,
 ) -> dict[str, Any]:
@@ -63,7 +63,9 @@ def log_json(
     return found
 
 
-def _failure_json(failure: Failure, seen: Scanned, versions: Mapping[str, str]) -> dict[str, Any]:
+def _failure_json(
+    failure: LogFailure, seen: Scanned, versions: Mapping[str, str]
+) -> dict[str, Any]:
     error, names = failure.error, ("line", "type", "message", "ranks", "count", "whole", "mixed")
     found = {name: getattr(error, name) for name in names}
     found |= {
@@ -95,7 +97,7 @@ def versions_of(seen: Scanned, given: Versions | None) -> Versions:
 def log_lines(
     path: str,
     seen: Scanned,
-    answer: Answer,
+    answer: LogAnswer,
     cases: Mapping[str, Case],
     given: Versions | None = None,
     width: int = WIDTH,
@@ -118,7 +120,7 @@ class _Parts:
     """The paragraphs that describe one log."""
 
     seen: Scanned
-    answer: Answer
+    answer: LogAnswer
     cases: Mapping[str, Case]
     versions: Versions
     advised: set[str] = field(default_factory=set)  # cases and rules
@@ -138,10 +140,12 @@ class _Parts:
         ends = [each for each in answer.findings if each not in leading]
         listed = [*leading, *(each for each in answer.causes if each not in leading)]
         for each in listed[:MOST_FAILURES]:
-            if isinstance(each, Hang):
+            if isinstance(each, LogHang):
                 yield from self.hang(each)
             else:
-                yield from self.failure(each) if isinstance(each, Failure) else self.finding(each)
+                yield from (
+                    self.failure(each) if isinstance(each, LogFailure) else self.finding(each)
+                )
         if more := len(listed[MOST_FAILURES:]):
             yield 2, f"{more} more errors: --json lists them"
         if ends and leading:
@@ -187,7 +191,7 @@ class _Parts:
         )
         return f"The error itself is not in this log. {where}: look in its own log."
 
-    def failure(self, failure: Failure) -> Iterator[Part]:
+    def failure(self, failure: LogFailure) -> Iterator[Part]:
         error, rule = failure.error, failure.rule
         possible = {item.case: item for item in reversed(failure.perhaps)}
         if failure.known:
@@ -232,7 +236,7 @@ class _Parts:
         if rule and not possible and not failure.known:
             yield from self.rule(rule, f"{error.type}: {error.message}")
 
-    def who(self, failure: Failure) -> str:
+    def who(self, failure: LogFailure) -> str:
         """Return the rank that failed first, and the others; where no line names it, the one that
         torchrun reports."""
         error, root = failure.error, self.seen.summary.root
@@ -271,7 +275,7 @@ class _Parts:
             yield from ((6, action) for action in actions)
         self.advised.add(rule.name)
 
-    def hang(self, hang: Hang) -> Iterator[Part]:
+    def hang(self, hang: LogHang) -> Iterator[Part]:
         at = f"line {hang.line}: " if hang.line else ""
         yield (
             2,
@@ -357,7 +361,7 @@ def _and(numbers: Sequence[int | str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _recovered(each: Failure | Finding, place: str = "") -> str:
+def _recovered(each: LogFailure | Finding, place: str = "") -> str:
     if isinstance(each, Finding):
         title = rules()[each.kind].title if each.kind in rules() else each.text
         return f"{title.partition(';')[0]} ({place}line {each.line})"

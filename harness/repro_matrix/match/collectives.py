@@ -130,7 +130,7 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class Hang:
+class LogHang:
     """The ranks that waited in a collective, and what the log shows of the others."""
 
     line: int
@@ -206,7 +206,7 @@ class Hang:
         )
 
 
-def hang_of(found: Waits, since: int = 0) -> Hang | None:
+def hang_of(found: Waits, since: int = 0) -> LogHang | None:
     """Return what the collected lines show together; None where none reports a hang.
 
     ``since``: the line of a step after which only what follows counts; training went on for long
@@ -233,10 +233,10 @@ def hang_of(found: Waits, since: int = 0) -> Hang | None:
             old = waits.get(wait.rank)
             if old is None or (wait.sequence or 0) < (old.sequence or 0):
                 waits[wait.rank] = known
-    return Hang(found.line, waits, tuple(unknown), found.absent, found.last, mismatch)
+    return LogHang(found.line, waits, tuple(unknown), found.absent, found.last, mismatch)
 
 
-def cases_like(hang: Hang, cases: Iterable[Case]) -> list[str]:
+def cases_like(hang: LogHang, cases: Iterable[Case]) -> list[str]:
     """Return the known hangs whose ranks wait in the same kinds of collectives."""
     wanted = {
         case.slug: [each.collective.kinds for each in case.signatures if each.collective]

@@ -11,11 +11,17 @@ from operator import itemgetter
 from typing import Any
 
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
+from repro_matrix.grading.observation import (
+    NO_RECORD,
+    Evidence,
+    in_package,
+    module_names,
+    origin_of,
+)
 from repro_matrix.grading.tracebacks import Error
-from repro_matrix.records.attempt import Attempt as AttemptLeft
+from repro_matrix.records.attempt import AttemptRecord as AttemptLeft
 from repro_matrix.records.attempt import Exception_, Frame, Record
-from repro_matrix.records.attempt import Rank as RankLeft
+from repro_matrix.records.attempt import RankRecord as RankLeft
 from repro_matrix.text import list_some
 
 _ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
@@ -31,7 +37,7 @@ _BASES = {
 }
 
 
-def as_attempt(errors: Iterable[Error]) -> Attempt:
+def as_attempt(errors: Iterable[Error]) -> Evidence:
     """Return an attempt in which each error is what a rank raised."""
     about: AttemptLeft = {
         "id": "log",
@@ -50,7 +56,7 @@ def as_attempt(errors: Iterable[Error]) -> Attempt:
         "seed": 0,
         "settings": {},
     }
-    return Attempt(
+    return Evidence(
         {
             "schema": 1,
             "attempt": about,

@@ -109,7 +109,7 @@ class Asked:
         return None
 
 
-class Catalogue:
+class SignatureIndex:
     """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom
     a backend."""
 

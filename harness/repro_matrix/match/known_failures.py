@@ -21,10 +21,10 @@ from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.grading.tracebacks import Error, without_time
-from repro_matrix.match.collectives import Hang, cases_like, hang_of
+from repro_matrix.match.collectives import LogHang, cases_like, hang_of
 from repro_matrix.match.errors import as_attempt, located, module_of, raised_by
-from repro_matrix.match.keywords import Catalogue
-from repro_matrix.match.scan import Finding, Note, Progress, Scanned
+from repro_matrix.match.keywords import SignatureIndex
+from repro_matrix.match.scan import Finding, Note, Scanned, StepProgress
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(
@@ -51,7 +51,7 @@ _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regula
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFailure:
     """A signature that an error (or a line) of the log shows. ``missing``: why it is only
     possible."""
 
@@ -62,12 +62,12 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Failure:
+class LogFailure:
     """One error of the log, with the known failures that it is, or may be."""
 
     error: Error
-    known: tuple[Known, ...] = ()
-    perhaps: tuple[Known, ...] = ()
+    known: tuple[KnownFailure, ...] = ()
+    perhaps: tuple[KnownFailure, ...] = ()
     echo: bool = False  # it only follows from another process's failure
 
     @property
@@ -95,18 +95,18 @@ class Failure:
 
 
 @dataclass
-class Answer:
-    failures: list[Failure] = field(default_factory=list)  # the first cause first, echoes last
-    remarks: list[Known] = field(default_factory=list)  # warnings that are a known failure's
+class LogAnswer:
+    failures: list[LogFailure] = field(default_factory=list)  # the first cause first, echoes last
+    remarks: list[KnownFailure] = field(default_factory=list)  # warnings that are a known failure's
     evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
-    hang: Hang | None = None
+    hang: LogHang | None = None
     like: list[str] = field(
         default_factory=list
     )  # known hangs whose ranks wait in the same kinds of collectives
     findings: list[Finding] = field(
         default_factory=list
     )  # other lines: causes, then how processes ended, then peers
-    recovered: list[Failure | Finding] = field(
+    recovered: list[LogFailure | Finding] = field(
         default_factory=list
     )  # training went on after them, and none ended it
 
@@ -117,11 +117,11 @@ class Answer:
         return list(dict.fromkeys(known.case for known in every))
 
     @property
-    def causes(self) -> list[Failure]:
+    def causes(self) -> list[LogFailure]:
         return [failure for failure in self.failures if not failure.echo]
 
     @property
-    def leading(self) -> list[Failure | Finding | Hang]:
+    def leading(self) -> list[LogFailure | Finding | LogHang]:
         """The errors and lines that show a cause, the first one first. What is general ("NCCL
         failed") comes after what another one says, also after a collective that timed out; a line
         comes after an error. So does what nobody explains, where a refusal was raised while it was
@@ -136,7 +136,7 @@ class Answer:
             ],
             key=lambda each: (
                 _is_general(each),
-                isinstance(each, Hang),
+                isinstance(each, LogHang),
                 isinstance(each, Finding),
                 not each.kind and each.line in refused,
                 each.line,
@@ -163,11 +163,11 @@ def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
     )
 
 
-def _is_general(each: Failure | Finding | Hang) -> bool:
+def _is_general(each: LogFailure | Finding | LogHang) -> bool:
     return each.kind in rules() and rules()[each.kind].general
 
 
-def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
+def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
     """Return the known failures that a log shows."""
     launchers = [
         error
@@ -180,10 +180,10 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     # echoes.
     primary = {failure.rank for failure in find_failures(attempt).primary if not failure.secondary}
     found = [
-        _failure(error, catalogue, seen) if index in primary else Failure(error, echo=True)
+        _failure(error, catalogue, seen) if index in primary else LogFailure(error, echo=True)
         for index, error in enumerate(raised)
     ]
-    found += [Failure(error, echo=True) for error in launchers]
+    found += [LogFailure(error, echo=True) for error in launchers]
     found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
     if not any(each.error.type and not each.echo for each in found):
         # Ranks that do not find each other raise what a lost peer raises, too.
@@ -208,7 +208,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         for each in found
         if each.error.places or not framed & {item.case for item in each.perhaps}
     ]
-    answer = Answer(found, hang=hang_of(seen.waits, seen.progress.since))
+    answer = LogAnswer(found, hang=hang_of(seen.waits, seen.progress.since))
     answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
     lines = {each.line for each in found if not each.echo}
     kinds = {each.rule.name for each in found if each.rule and not each.echo}
@@ -255,14 +255,14 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:
-            answer.remarks.append(Known(case.slug, signature.name, note.line))
+            answer.remarks.append(KnownFailure(case.slug, signature.name, note.line))
             answer.evidence[note.line] = note.text
     return answer
 
 
-def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
-    known: list[Known] = []
-    perhaps: list[Known] = []
+def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailure:
+    known: list[KnownFailure] = []
+    perhaps: list[KnownFailure] = []
     strategies = strategies_of(error)
     for case, signature in catalogue.failures:
         # The same text under another strategy has another cause (grading/grade.py).
@@ -282,7 +282,7 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         elif ambiguous_with and not clear:
             missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
         (perhaps if missing else known).append(
-            Known(case.slug, signature.name, error.line, missing)
+            KnownFailure(case.slug, signature.name, error.line, missing)
         )
     # What has no other cause decides: it comes first.
     ambiguous = {
@@ -305,10 +305,10 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
             for item in known
         ]
         known = []
-    return Failure(error, tuple(known), () if known else tuple(perhaps))
+    return LogFailure(error, tuple(known), () if known else tuple(perhaps))
 
 
-def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
+def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFailure, ...]:
     """Return the case whose failure a rule names in another wording, or for other places."""
     name = failure.rule.case if failure.rule and not failure.known else ""
     case = next((each for each in catalogue.cases if each.slug == name), None)
@@ -318,7 +318,7 @@ def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
         each.case for each in failure.perhaps
     }  # in the case's own wording
     return (
-        (Known(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
+        (KnownFailure(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
         if found
         else ()
     )
@@ -432,7 +432,7 @@ def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bo
     )
 
 
-def _fatal_lines(answer: Answer) -> list[int]:
+def _fatal_lines(answer: LogAnswer) -> list[int]:
     """Return the last lines of the errors and of what else shows a cause by itself."""
     shown = [(each, rules()[each.kind]) for each in answer.findings]
     causes = [
@@ -446,7 +446,7 @@ def _fatal_lines(answer: Answer) -> list[int]:
     ]
 
 
-def _may_be_caught(error: Error, progress: Progress) -> bool:
+def _may_be_caught(error: Error, progress: StepProgress) -> bool:
     """Whether lines after an error can be its process's. Steps of another process, as their labels
     tell, are no sign that it went on. torch writes ``[rank1]:`` before each line of an error that a
     rank does not catch."""
@@ -458,7 +458,7 @@ def _may_be_caught(error: Error, progress: Progress) -> bool:
     return not uncaught or any(without_time(text).startswith(error.label) for text in labelled)
 
 
-def _was_caught(failure: Failure, causes: list[Failure], progress: Progress) -> bool:
+def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepProgress) -> bool:
     """Whether steps of the same process stand between a refusal, or what nobody explains, and a
     later error. Where they may come from a buffer, that error must be of the same process."""
     error, explained = (
@@ -475,7 +475,7 @@ def _was_caught(failure: Failure, causes: list[Failure], progress: Progress) -> 
     return sum(error.last < at < end for at in steps) > (0 if error.label else FEW_STEPS)
 
 
-def _may_be_buffered(error: Error, progress: Progress) -> bool:
+def _may_be_buffered(error: Error, progress: StepProgress) -> bool:
     """Whether an error may have ended the steps that stand below it. Those below an import that
     failed were made after it."""
     return (

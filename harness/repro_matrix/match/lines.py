@@ -29,7 +29,7 @@ class LogError(ReproError):
     """A log that cannot be read as one."""
 
 
-def lines(path: str, damaged: list[str] | None = None) -> Iterator[str]:
+def read_lines(path: str, damaged: list[str] | None = None) -> Iterator[str]:
     """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a
     damaged gzip file those before the damage; ``damaged`` gets its path then. Raises LogError:
     there is none."""

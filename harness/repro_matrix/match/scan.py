@@ -22,7 +22,7 @@ from repro_matrix.config.failure_rules import ADVICE, FailureRule, names_end, ru
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.grading.tracebacks import HEADER, Error, Errors, Labels, Line
 from repro_matrix.match.collectives import Waits
-from repro_matrix.match.keywords import DIGITS, Asked, Catalogue
+from repro_matrix.match.keywords import DIGITS, Asked, SignatureIndex
 from repro_matrix.match.lines import separated, unescaped
 
 MAX_NOTES = 1000
@@ -107,7 +107,7 @@ _SUMMARY = re.compile(r"^\s*(?:rank +: (?P<rank>\d+)|exitcode +: )")
 
 
 @dataclass
-class Summary:
+class ScanSummary:
     """The ranks that torchrun lists. ``root``: the first that failed; ``rank``: that of the current
     line."""
 
@@ -177,7 +177,7 @@ STEPS_BETWEEN = 20  # after an error that was caught, before another one
 
 
 @dataclass
-class Progress:
+class StepProgress:
     """The last lines that show a step's loss, their texts, the last line that says that training is
     complete, and the last one that is not empty."""
 
@@ -280,11 +280,11 @@ class Scanned:
     errors: list[Error] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
-    summary: Summary = field(default_factory=Summary)
+    summary: ScanSummary = field(default_factory=ScanSummary)
     findings: dict[tuple[int | None, str, str], Finding] = field(
         default_factory=dict
     )  # by rank, kind and place
-    progress: Progress = field(default_factory=Progress)
+    progress: StepProgress = field(default_factory=StepProgress)
     waits: Waits = field(default_factory=Waits)
     world: int = 1  # the largest world size that a line names, outside of errors
 
@@ -304,7 +304,7 @@ _TORCHRUN = (  # printed where it starts several
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
-def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
+def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
     """Scan the lines of a log."""
     found, errors, labels, remaining = Scanned(), Errors(), Labels(), iter(texts)
     answers: dict[bytes, Asked | None] = {}

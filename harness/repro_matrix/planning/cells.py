@@ -20,8 +20,8 @@ from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.machine import Profile
 from repro_matrix.errors import ConfigError, as_yaml, unknown
-from repro_matrix.records.document import Skip as StoredSkip
 from repro_matrix.records.document import SkipKind
+from repro_matrix.records.document import SkipRecord as StoredSkip
 from repro_matrix.text import counted
 
 # How this machine's ranks reach each other: needed on some machines, and results are compared

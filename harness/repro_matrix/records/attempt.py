@@ -188,7 +188,7 @@ class Record(TypedDict):
 # -- how a rank ended
 
 
-class Sample(TypedDict):
+class SampleRecord(TypedDict):
     """The state of a rank at one moment (launch/sampling.py); of an ended one only the first two
     keys."""
 
@@ -204,7 +204,7 @@ class Sample(TypedDict):
     busy_waiting: NotRequired[bool]
 
 
-class Rank(TypedDict):
+class RankRecord(TypedDict):
     """``record``: null where the rank wrote none; ``validation_error``: why what it wrote is no
     record."""
 
@@ -217,14 +217,14 @@ class Rank(TypedDict):
     validation_error: NotRequired[str]
     log_tail: str
     stack: str | None
-    samples: NotRequired[list[Sample]]
+    samples: NotRequired[list[SampleRecord]]
     collectives: NotRequired[Collectives | None]
 
 
 # -- the attempt
 
 
-class Hang(TypedDict):
+class HangRecord(TypedDict):
     """Why the launcher ended an attempt that did not end by itself. ``starting``: a rank had not
     begun its script."""
 
@@ -266,7 +266,7 @@ class InfraError(TypedDict):
     message: str
 
 
-class Attempt(TypedDict):
+class AttemptRecord(TypedDict):
     """One launch. ``versions``: the releases that it was planned with. ``cold_start_reason``: why
     it was not forked.
 
@@ -286,7 +286,7 @@ class Attempt(TypedDict):
     deadline_s: Annotated[float, Field(gt=0)]
     timed_out: bool
     startup_s: NotRequired[float | None]
-    hang: NotRequired[Hang | None]
+    hang: NotRequired[HangRecord | None]
     interrupted: bool
     leaked_processes: list[str]
     seed: int
@@ -298,14 +298,14 @@ class Attempt(TypedDict):
     retry_of: NotRequired[InfraError]
 
 
-class Trace(TypedDict):
+class TraceFiles(TypedDict):
     """The trace of a user's script. ``folder``: in its results folder."""
 
     folder: str
     bytes: Count
 
 
-class Line(TypedDict):
+class LogLine(TypedDict):
     """A line of a log that a user's failure definition looks for. ``rank`` -1: the launcher's
     log."""
 
@@ -318,8 +318,8 @@ class Printed(TypedDict):
     """What the logs of a user's script hold. ``by_rank``: the last value of each rank; ``cut``: a
     log was too long."""
 
-    log: list[Line]
-    metric: list[Line]
+    log: list[LogLine]
+    metric: list[LogLine]
     by_rank: NotRequired[dict[str, float]]
     cut: bool
 
@@ -335,10 +335,10 @@ class Observation(TypedDict):
     """
 
     schema: Literal[1]
-    attempt: Attempt
+    attempt: AttemptRecord
     infra_error: InfraError | None
-    ranks: list[Rank]
+    ranks: list[RankRecord]
     printed: NotRequired[Printed]
     command_exit: NotRequired[int | None]
-    trace: NotRequired[Trace]
+    trace: NotRequired[TraceFiles]
     place: NotRequired[dict[str, Any]]

@@ -52,7 +52,7 @@ class Made(TypedDict):
     outcome: StoredOutcome
 
 
-class Skip(TypedDict):
+class SkipRecord(TypedDict):
     """Why a variant was not launched, for programs. ``requires``: what would have to be there, as
     it is declared."""
 
@@ -60,12 +60,12 @@ class Skip(TypedDict):
     requires: list[str]
 
 
-class Variant(TypedDict):
+class VariantRecord(TypedDict):
     """``skipped``: why it was not launched. ``fingerprint``: what its answer depends on.
     ``planned``: MiB of memory."""
 
     skipped: Text | None
-    skip: NotRequired[Skip | None]
+    skip: NotRequired[SkipRecord | None]
     stack: NotRequired[str]
     fingerprint: NotRequired[str]
     planned: NotRequired[dict[str, Any]]
@@ -73,7 +73,7 @@ class Variant(TypedDict):
     attempts: list[Made]
 
 
-class Stack(TypedDict):
+class StackRecord(TypedDict):
     """``label``: its folder in the results. ``changed``: files that are not as their packages
     installed them."""
 
@@ -84,7 +84,7 @@ class Stack(TypedDict):
     changed: NotRequired[list[str]]
 
 
-class Gpu(TypedDict):
+class GpuRecord(TypedDict):
     name: str
     uuid: str
     memory_mb: Annotated[float, Field(ge=0)]
@@ -119,7 +119,7 @@ class Around(TypedDict):
     ptrace: NotRequired[bool]
 
 
-class Hardware(Around):
+class HardwareRecord(Around):
     """``capabilities``: those that all ranks reported alike. ``shares_gpu``: all ranks of an
     attempt use one GPU."""
 
@@ -128,7 +128,7 @@ class Hardware(Around):
     accelerator: Accelerator
     backend: NotRequired[str]
     shares_gpu: NotRequired[bool]
-    gpus: list[Gpu]
+    gpus: list[GpuRecord]
     cpu: str
     cores: Annotated[int, Field(ge=1)]
     memory_gb: Annotated[float, Field(ge=0)]
@@ -150,7 +150,7 @@ def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False
     return f"{kind}-shared" if shares_gpu else kind
 
 
-def kind_of(hardware: Hardware) -> str:
+def kind_of(hardware: HardwareRecord) -> str:
     """Return the kind of hardware of a document: what all its ranks reported alike, else what was
     probed."""
     capabilities, devices = (
@@ -175,7 +175,7 @@ class Provenance(TypedDict):
 
 
 @closed
-class Cell(TypedDict):
+class CellRecord(TypedDict):
     """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every
     attempt of every variant with its outcome, and the verdicts.
 
@@ -202,15 +202,15 @@ class Cell(TypedDict):
     overrides: list[str]
     scale: Literal["tiny", "full"]
     weights: Literal["random", "hub"]
-    stack: Stack
-    hardware: Hardware
+    stack: StackRecord
+    hardware: HardwareRecord
     provenance: Provenance
-    variants: Annotated[dict[str, Variant], Field(min_length=1)]
+    variants: Annotated[dict[str, VariantRecord], Field(min_length=1)]
     verdicts: dict[str, StoredVerdict]
     complete: bool
 
 
-class Document(Cell):
+class Document(CellRecord):
     """A cell's document as it travels: ``path`` is where it was read."""
 
     path: NotRequired[str]
@@ -244,7 +244,7 @@ MAX_ERRORS = 3  # that a message names
 def validate_cell(value: Any) -> Document:
     """Return the same value, known to be a cell's document. Raise ValueError, which names each
     wrong key."""
-    _validate(Cell, value)
+    _validate(CellRecord, value)
     _validate_variants(value)
     return cast(Document, value)
 
@@ -285,7 +285,7 @@ def key_path(parts: tuple[int | str, ...]) -> str:
 # -- what types, and the JSON Schema generated from them, cannot express
 
 
-def _validate_variants(document: Cell) -> None:
+def _validate_variants(document: CellRecord) -> None:
     variants, verdicts = document["variants"], document["verdicts"]
     if document["kind"] == "control":
         wrong = [
@@ -317,7 +317,7 @@ class _Untitled(GenerateJsonSchema):
 
 def json_schema() -> str:
     """Return the text of the JSON Schema."""
-    schema = adapter(Cell).json_schema(schema_generator=_Untitled)
+    schema = adapter(CellRecord).json_schema(schema_generator=_Untitled)
     definitions = schema.pop("$defs")
     for each in (schema, *definitions.values()):
         each.pop("title", None)

@@ -121,7 +121,7 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
     same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row.state == "unexpected" or row.state in DIFFERS_FROM_PREDICTION:
-            kind = kind_of(row)
+            kind = describe_kind(row)
             # A failure that came back changes the verdict of every variant of its cell.
             detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
             same[kind, row.cell, detail].append(row)
@@ -131,16 +131,16 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
         results = tuple(
             (row.variant, row.verdict, row.expected_verdict, row.failures) for row in members
         )
-        alike[kind_of(first), first.case, first.axes[2:], first.cell[1:], results] += members
+        alike[describe_kind(first), first.case, first.axes[2:], first.cell[1:], results] += members
     found = []
     for members in alike.values():
         place = members[0].case, members[0].stack.name
         change = changed.get((*place, members[0].variant), changed.get(place))
-        found.append(Attention(kind_of(members[0]), tuple(members), change))
+        found.append(Attention(describe_kind(members[0]), tuple(members), change))
     return sorted(found, key=lambda each: list(ATTENTION).index(each.kind))
 
 
-def kind_of(row: Row) -> Kind:
+def describe_kind(row: Row) -> Kind:
     """Say what a row means that differs from its expectation."""
     if row.state in DIFFERS_FROM_PREDICTION:
         return cast(Kind, row.state)

@@ -18,7 +18,7 @@ from repro_matrix.changes.regressions import ChangedCase
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.attention import NOTHING
 from repro_matrix.report.headline import Headline
-from repro_matrix.report.page_model import Cell, row_label
+from repro_matrix.report.page_model import CellView, row_label
 from repro_matrix.report.result_lines import detail_lines
 from repro_matrix.results.rows import Row
 from repro_matrix.text import block, counted, line, list_some
@@ -48,7 +48,7 @@ class Remarks:
 # Rows as records
 
 
-def record(cell: Cell, row: Row) -> dict[str, Any]:
+def variant_record(cell: CellView, row: Row) -> dict[str, Any]:
     """Return a variant with stable keys; results/schema/report-v1.schema.json describes them."""
     attempts = row.counts
     return {
@@ -85,8 +85,8 @@ def record(cell: Cell, row: Row) -> dict[str, Any]:
     }
 
 
-def to_json(
-    cells: Sequence[Cell],
+def report_to_json(
+    cells: Sequence[CellView],
     head: Headline,
     claims: Sequence[ClaimRow],
     folders: Sequence[str],
@@ -102,7 +102,7 @@ def to_json(
         "counts": dict(
             Counter(row_label(row).name for cell in cells for row in cell.rows).most_common()
         ),
-        "rows": [record(cell, row) for cell in cells for row in cell.rows],
+        "rows": [variant_record(cell, row) for cell in cells for row in cell.rows],
         "claims": [
             {
                 "case": one.case,
@@ -124,7 +124,7 @@ def to_json(
 # JUnit
 
 
-def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
+def to_junit(cells: Sequence[CellView], head: Headline, remarks: Remarks) -> str:
     """Return a suite for each case and a test case for each variant. The suite ``headline`` has its
     sentences.
 
@@ -153,7 +153,7 @@ def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
     return written.decode()
 
 
-def _test_case(cell: Cell, row: Row) -> Any:
+def _test_case(cell: CellView, row: Row) -> Any:
     from junitparser import Error, Failure, Skipped, TestCase
 
     name = f"{row.model}/{row.strategy} {cell.flags}".strip()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.failure_text import comparable_text
-from repro_matrix.report.attention import ATTENTION, Attention, kind_of
+from repro_matrix.report.attention import ATTENTION, Attention, describe_kind
 from repro_matrix.report.case_status import CASE_STATES, CaseStatus, age, case_status
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.terminal import LABELS, Label, label
@@ -40,7 +40,7 @@ _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class CellView:
     """The variants of one cell on one stack and machine. ``source``: which of several results it
     comes from."""
 
@@ -87,7 +87,7 @@ class VariantView:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureView:
     """An error text that rows of a case share. ``row``: the first of them."""
 
     row: Row
@@ -104,11 +104,11 @@ class CaseView:
     summary: str
     symptom: str  # the known failure's text
     references: tuple[tuple[str, str], ...]  # text, address
-    cells: tuple[Cell, ...]  # those that need attention first, then those of the newest stack
-    places: Mapping[Cell, str]
+    cells: tuple[CellView, ...]  # those that need attention first, then those of the newest stack
+    places: Mapping[CellView, str]
     symbols: Mapping[str, str]
     variants: Mapping[str, Sequence[VariantView]]  # by role; a fix that works nowhere is a non_fix
-    failures: tuple[Failure, ...]  # that of the newest unfixed variant first
+    failures: tuple[FailureView, ...]  # that of the newest unfixed variant first
     claims: tuple[ClaimRow, ...] = ()
     attention: tuple[Attention, ...] = ()
     past: tuple[tuple[str, str], ...] = ()
@@ -171,18 +171,18 @@ def row_label(row: Row) -> Label:
     return usual if len(row.counts) == 1 else Label(usual.name, row.outcome, "warn")
 
 
-def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
+def cells_of(rows: Iterable[Row], source: str = "") -> list[CellView]:
     """Group rows by cell, in their order."""
     found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         found[
             row.hardware.profile, row.stack.label, row.stack.name, row.evidence or row.cell_id
         ].append(row)
-    return [Cell(tuple(members), source) for members in found.values()]
+    return [CellView(tuple(members), source) for members in found.values()]
 
 
 def build_page(
-    cells: Iterable[Cell],
+    cells: Iterable[CellView],
     head: Headline,
     title: str,
     created: str,
@@ -194,7 +194,7 @@ def build_page(
 ) -> Page:
     """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one,
     the oldest first."""
-    by_case: dict[str, list[Cell]] = defaultdict(list)
+    by_case: dict[str, list[CellView]] = defaultdict(list)
     for cell in cells:
         by_case[cell.row.case].append(cell)
     views = [
@@ -206,7 +206,7 @@ def build_page(
 
 
 def case_view(
-    cells: Sequence[Cell],
+    cells: Sequence[CellView],
     status: CaseStatus,
     case: Case | None,
     claims: Sequence[ClaimRow] = (),
@@ -255,7 +255,7 @@ def case_view(
     )
 
 
-def _symbols(cells: Sequence[Cell], case: Case | None) -> dict[str, str]:
+def _symbols(cells: Sequence[CellView], case: Case | None) -> dict[str, str]:
     """Return strategy -> state on the newest stack: of its cells, else of the variants that another
     strategy's cells run under it. ``cells``: the newest first."""
     newest = [cell for cell in cells if age(cell.row) == age(cells[0].row)]
@@ -274,8 +274,8 @@ def _symbols(cells: Sequence[Cell], case: Case | None) -> dict[str, str]:
     return found
 
 
-def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[VariantView]:
-    found: dict[str, list[tuple[Cell, Row]]] = defaultdict(list)
+def _variants(cells: Iterable[CellView], places: Mapping[CellView, str]) -> Iterator[VariantView]:
+    found: dict[str, list[tuple[CellView, Row]]] = defaultdict(list)
     for cell in cells:
         for row in cell.rows[1:]:
             found[row.variant].append((cell, row))
@@ -293,7 +293,9 @@ def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[Var
             )
             text = one.text if one.name != "FIXED" else "works" if row.role == "fix" else "passes"
             text = (
-                f"{ATTENTION[kind_of(row)].lower()}: {text}" if row.state == "unexpected" else text
+                f"{ATTENTION[describe_kind(row)].lower()}: {text}"
+                if row.state == "unexpected"
+                else text
             )
             results[replace(one, tone=tone, text=text)].append(places[cell])
         cell, row = (decided or members)[0]
@@ -333,7 +335,7 @@ def _changes(first: Row, row: Row) -> Iterator[tuple[str, Any, Any]]:
             yield name, before.get(name), after.get(name)
 
 
-def _failures(cells: Iterable[Cell]) -> Iterator[Failure]:
+def _failures(cells: Iterable[CellView]) -> Iterator[FailureView]:
     """Yield the distinct failures, that of an unfixed variant that reproduces first."""
     found: dict[tuple[str, str], list[Row]] = defaultdict(list)
     rows = [row for cell in cells for row in cell.rows]
@@ -343,7 +345,7 @@ def _failures(cells: Iterable[Cell]) -> Iterator[Failure]:
             text = error["message"] if error else row.reason
             found[error["type"] if error else "", comparable_text(text)].append(row)
     for members in list(found.values())[:MOST_ERRORS]:
-        yield Failure(
+        yield FailureView(
             members[0], tuple(dict.fromkeys(row.variant for row in members)), len(members)
         )
 

@@ -47,7 +47,7 @@ from repro_matrix.report.attention import ATTENTION
 from repro_matrix.report.case_status import CASE_STATES
 from repro_matrix.report.formats import Remarks
 from repro_matrix.report.headline import Headline, headline
-from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, row_label
+from repro_matrix.report.page_model import CellView, Page, build_page, cells_of, row_label
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import runs
@@ -66,7 +66,7 @@ class Results:
 
     catalog: Catalogue
     headline: Headline
-    cells: Sequence[Cell]
+    cells: Sequence[CellView]
     remarks: Remarks
     stored_cases: set[str]
     claims: Sequence[ClaimRow]
@@ -83,8 +83,8 @@ def load_results(
     runs: of a history (a folder with nights.jsonl), else of the runs beside them. Raises
     ResultsError: a folder is missing or cannot be read."""
     catalog = catalogs.load()
-    cells: list[Cell] = []
-    entries, today = quarantine.read(), datetime.now(timezone.utc).date()
+    cells: list[CellView] = []
+    entries, today = quarantine.read_quarantine(), datetime.now(timezone.utc).date()
     texts: list[str] = []
     expired: list[str] = []
     stored: list[Row] = []
@@ -134,7 +134,7 @@ def load_results(
     members, stored_cases = iter(rows), {row.case for row in stored}
     cells = [replace(cell, rows=tuple(islice(members, len(cell.rows)))) for cell in cells]
     shown = [catalog.cases[name] for name in dict.fromkeys(row.case for row in rows)]
-    read = {folder: run for folder in folders if (run := runs.read(folder))}
+    read = {folder: run for folder in folders if (run := runs.read_run(folder))}
     incomplete = [
         f"{folder}: the run was interrupted. To continue: repro matrix --resume results={folder}"
         for folder, run in read.items()
@@ -226,14 +226,16 @@ def page(loaded: Results, folders: Sequence[Path], target: Path | None = None) -
     )
 
 
-def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | None = None) -> str:
+def render_page(
+    form: str, loaded: Results, folders: Sequence[Path], target: Path | None = None
+) -> str:
     """Return loaded results in a format: html, text, junit, markdown or json."""
     if form == "html":
         return render_file(page(loaded, folders, target))
     head = loaded.headline
     if form == "json":
         names = [str(folder) for folder in folders]
-        return formats.to_json(
+        return formats.report_to_json(
             loaded.cells, head, loaded.claims, names, created_line(folders), loaded.remarks
         )
     if form == "junit":
@@ -268,7 +270,7 @@ def created_line(folders: Sequence[Path]) -> str:
     )
 
 
-def write(path: Path, text: str) -> None:
+def write_report(path: Path, text: str) -> None:
     """Write a file in one step. Raises ResultsError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,7 +287,7 @@ def write_site(folder: Path, files: Mapping[str, str]) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not ours:
         raise ResultsError(f"{folder}: holds other files. --site takes a new or empty folder.")
     for name, content in files.items():
-        write(folder / name, content)
+        write_report(folder / name, content)
 
 
 def write_run_page(folder: Path) -> Path | None:
@@ -293,7 +295,7 @@ def write_run_page(folder: Path) -> Path | None:
     results are recorded."""
     target = folder / "report.html"
     try:
-        write(target, render("html", load_results([folder]), [folder], target=target))
+        write_report(target, render_page("html", load_results([folder]), [folder], target=target))
     except (
         ReproError,
         OSError,
@@ -333,7 +335,7 @@ def _render(
     folder = Path(__file__).parent / "templates"
     css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return (
-        environment()
+        template_environment()
         .get_template(template)
         .render(
             page=page,
@@ -348,7 +350,7 @@ def _render(
 
 
 @lru_cache(maxsize=1)
-def environment() -> Environment:
+def template_environment() -> Environment:
     made = Environment(
         loader=PackageLoader("repro_matrix.report"),
         autoescape=True,
@@ -390,7 +392,7 @@ def format_value(value: Any) -> str:
     )
 
 
-def proof(cell: Cell, place: str) -> Markup:
+def proof(cell: CellView, place: str) -> Markup:
     """Return the attempts and checks of a cell's variants, and what repeats them, as lines.
     Variants with the same checks stand together."""
     same: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

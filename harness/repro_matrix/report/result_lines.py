@@ -15,7 +15,7 @@ from repro_matrix.baseline.derivation import uncompared_failures
 from repro_matrix.report.attention import ATTENTION, Attention
 from repro_matrix.report.case_status import CASE_STATES, CaseStatus
 from repro_matrix.report.headline import Headline
-from repro_matrix.report.terminal import by_reason, label, named, print_table
+from repro_matrix.report.terminal import by_reason, case_label, label, print_table
 from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 
@@ -247,7 +247,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         reason = f"{row.reason} [{row.note}]" if row.note else row.reason
         table.append(
             [
-                named(row.case, row.simulated),
+                case_label(row.case, row.simulated),
                 row.model,
                 f"{row.strategy} {flags}".strip(),
                 row.variant,

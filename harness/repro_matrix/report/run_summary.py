@@ -18,15 +18,15 @@ from repro_matrix.report.result_lines import print_rows, result_lines
 from repro_matrix.report.terminal import (
     axes_of,
     by_reason,
+    case_label,
     columns,
     label,
-    named,
     print_json,
     print_lines,
 )
 from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder
-from repro_matrix.runner.engine import Event, Summary
+from repro_matrix.runner.engine import Event, RunTotals
 from repro_matrix.runner.session import Session
 from repro_matrix.text import counted, first_line, list_some, log, one_line, printable, wrap
 
@@ -51,7 +51,7 @@ def show_plan(prepared: Session, as_json: bool) -> int:
     lines = []
     for item, cell in zip(items, [variant.cell for variant in variants]):
         place = repr((cell.hardware, cell.stack, cell.key))
-        lines.append(item | {"case": named(cell.case, item["simulated"]), "cell": place})
+        lines.append(item | {"case": case_label(cell.case, item["simulated"]), "cell": place})
     print_lines(plan_lines(lines, columns()))
     for name in prepared.to_build:
         print(f"stack {name} would be built first")
@@ -115,7 +115,7 @@ def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[st
 # While it runs: a bar with the running attempts on a terminal, a line per cell elsewhere
 
 
-class Progress:
+class RunProgress:
     """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what
     runs."""
 
@@ -145,7 +145,7 @@ class Progress:
         self.run = self.bar.add_task("", total=0)
         self.running: dict[Any, rich.progress.TaskID] = {}
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         self.bar.start()
         return self
 
@@ -224,7 +224,7 @@ class Progress:
 # Totals
 
 
-def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any]:
+def totals(prepared: Session, summary: RunTotals, head: Headline) -> dict[str, Any]:
     """Return the totals of a run for ``--json``."""
     profiles = [
         {
@@ -262,9 +262,9 @@ def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any
     }
 
 
-def lines(
+def summary_lines(
     prepared: Session,
-    summary: Summary,
+    summary: RunTotals,
     head: Headline,
     expired: Sequence[str],
     every_variant: bool,
@@ -320,8 +320,8 @@ def lines(
         yield from wrap(text, width=width)
 
 
-def describe_exit(
-    code: int, head: Headline, summary: Summary, not_committed: Sequence[str] = ()
+def exit_line(
+    code: int, head: Headline, summary: RunTotals, not_committed: Sequence[str] = ()
 ) -> str:
     """Return the last line: the exit code and its reason. ``not_committed``: files of
     expectations."""

@@ -230,7 +230,7 @@ def print_lines(lines: Iterable[str]) -> None:
 # Lists
 
 
-def named(case: str, simulated: Any) -> str:
+def case_label(case: str, simulated: Any) -> str:
     """Return a case's name as tables show it: with a mark where no device takes part."""
     return f"{case} [simulated]" if simulated else case
 
@@ -280,7 +280,7 @@ def doctor_lines(rows: Sequence[Mapping[str, Any]], where: str, width: int) -> I
     that was planned instead."""
     partly = {row["case"] for row in rows if not row["runs"] or row["skipped_variants"]}
     whole = dict.fromkeys(
-        named(row["case"], row["simulated"]) for row in rows if row["case"] not in partly
+        case_label(row["case"], row["simulated"]) for row in rows if row["case"] not in partly
     )
     if whole:
         yield from (

@@ -24,7 +24,7 @@ from repro_matrix.grading.observation import (
     raised_first,
 )
 from repro_matrix.grading.root_cause import failure_ids
-from repro_matrix.records.attempt import Rank
+from repro_matrix.records.attempt import RankRecord
 from repro_matrix.records.document import Document, Made, kind_of
 from repro_matrix.records.outcome import FailureId, Outcome
 
@@ -34,7 +34,7 @@ COMPARED = ("model", "flags", "strategy", "world_size", "tp_size", "steps", "see
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackView:
     label: str  # its folder's name in the results
     name: str
     versions: Mapping[str, str]
@@ -42,7 +42,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class HardwareView:
     profile: str
     accelerator: str
     gpus: tuple[str, ...]  # their names
@@ -55,7 +55,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptView:
     """``failures``: failure ids as text, or "hang". ``metrics``: of the script, the greatest of all
     ranks."""
 
@@ -100,8 +100,8 @@ class Row:
     scale: str
     weights: str
     params: str  # model/strategy[/flag=value...]: the cell as an expectation names it
-    stack: Stack
-    hardware: Hardware
+    stack: StackView
+    hardware: HardwareView
     complete: bool
     started: float
     ended: float | None
@@ -130,7 +130,7 @@ class Row:
     expected_verdict: str | None
     note: str  # another failure than the expected one, or that it is not written down
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[AttemptView, ...]
     checks: tuple[Mapping[str, Any], ...]  # of ``_checks``
     errors: tuple[
         Mapping[str, Any], ...
@@ -166,7 +166,7 @@ class Row:
         return Counter(attempt.outcome for attempt in self.attempts)
 
     @property
-    def evidence_attempts(self) -> tuple[Attempt, ...]:
+    def evidence_attempts(self) -> tuple[AttemptView, ...]:
         """The attempts that count."""
         return tuple(
             attempt for attempt in self.attempts if attempt.outcome not in verdict.NO_EVIDENCE
@@ -257,7 +257,7 @@ def rows_of(
         {**cell, **_variant(document, name, cases.get(document["case"]))}
         for name in document["variants"]
     ]
-    return [compared(adapter().validate_python(row), cases) for row in rows]
+    return [with_catalog(adapter().validate_python(row), cases) for row in rows]
 
 
 def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
     }
 
 
-def compared(row: Row, cases: Mapping[str, Case]) -> Row:
+def with_catalog(row: Row, cases: Mapping[str, Case]) -> Row:
     """Return the row with what the catalog says of its variant, and how its verdict compares with
     what is expected."""
     case = cases.get(row.case)
@@ -359,7 +359,7 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
     }
 
 
-def _checks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
+def _checks(ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
     """Return the checks, failed ones first; ranks with the same numbers share an entry."""
     found: dict[str, dict[str, Any]] = {}
     for rank in ranks:
@@ -407,7 +407,7 @@ def _errors(made: Made) -> list[dict[str, Any]]:
     return list(found.values())[:4]
 
 
-def _ended(rank: Rank) -> str:
+def _ended(rank: RankRecord) -> str:
     record = rank["record"] or NO_RECORD
     how = "finished" if record["done"] else "did not finish"
     if rank["terminated_by"] != "self":
@@ -419,7 +419,7 @@ def _ended(rank: Rank) -> str:
     return f"{how} in {record['phase']}" if record["phase"] and not record["done"] else how
 
 
-def _stacks(ranks: Sequence[Rank]) -> dict[str, list[str]]:
+def _stacks(ranks: Sequence[RankRecord]) -> dict[str, list[str]]:
     """Return the main thread of each rank whose stack was recorded."""
     threads = {
         str(rank["rank"]): parse_threads((rank["stack"] or "")[:200_000]) for rank in ranks[:16]

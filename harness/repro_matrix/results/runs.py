@@ -87,7 +87,7 @@ def last_run(folder: Path) -> Path:
 
     Raises ResultsError: the manifest of the last run is damaged.
     """
-    found = listed(folder)
+    found = list_runs(folder)
     check_latest(folder)
     latest = (folder / LATEST).resolve()
     return latest if (latest / MANIFEST).exists() else found[-1].folder if found else folder
@@ -97,28 +97,28 @@ def check_latest(root: Path) -> None:
     """Raise ResultsError where ``latest`` points at a run whose manifest is damaged: an older run
     would be used."""
     manifest = (root / LATEST).resolve() / MANIFEST
-    if manifest.exists() and read(manifest.parent) is None:
+    if manifest.exists() and read_run(manifest.parent) is None:
         raise ResultsError(f"{manifest}: damaged. Name the folder of a run, or remove that folder.")
 
 
-def listed(root: Path) -> list[Run]:
+def list_runs(root: Path) -> list[Run]:
     """Return the runs in a folder, the oldest first."""
     folders = sorted(root.iterdir()) if root.is_dir() else []
-    found = [run for folder in folders if not folder.is_symlink() and (run := read(folder))]
+    found = [run for folder in folders if not folder.is_symlink() and (run := read_run(folder))]
     return sorted(found, key=lambda run: run.written)
 
 
 def runs_before(folder: Path) -> list[Run]:
     """Return the runs beside a run that ended before it and that the same checkout or project
     measured, the oldest first: a folder that ``results=`` names may lie among those of others."""
-    own = read(folder)
-    beside = listed(folder.resolve().parent) if own else []
+    own = read_run(folder)
+    beside = list_runs(folder.resolve().parent) if own else []
     return [
         run for run in beside if own and run.project == own.project and run.written < own.written
     ]
 
 
-def read(folder: Path) -> Run | None:
+def read_run(folder: Path) -> Run | None:
     """Return the run whose folder it is, or None."""
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -136,7 +136,7 @@ def read(folder: Path) -> Run | None:
         return None
 
 
-def begin(root: Path, texts: Sequence[str]) -> Path:
+def create_run(root: Path, texts: Sequence[str]) -> Path:
     """Create a new run's folder, let ``latest`` point at it and remove the oldest runs. Raises
     ResultsError."""
     name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
@@ -149,7 +149,7 @@ def begin(root: Path, texts: Sequence[str]) -> Path:
     except OSError as error:
         raise cannot_write(error, root) from None
     point(folder)
-    prune(root)
+    prune_runs(root)
     return folder
 
 
@@ -203,13 +203,13 @@ def drop(folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     (folder.parent / LATEST).unlink(missing_ok=True)
-    for before in listed(folder.parent)[-1:]:
+    for before in list_runs(folder.parent)[-1:]:
         point(before.folder)
 
 
-def prune(root: Path, kept: int = KEPT) -> None:
+def prune_runs(root: Path, kept: int = KEPT) -> None:
     """Remove the oldest runs beyond ``kept``, except those in use."""
-    for run in listed(root)[:-kept]:
+    for run in list_runs(root)[:-kept]:
         if not in_use(run.folder):
             shutil.rmtree(run.folder, ignore_errors=True)
 
@@ -237,7 +237,7 @@ def measured_rows(
     if settings is not None:
         folders.append(results_folder(settings))
         if folders[-1].parent.resolve() == scratch().resolve():
-            folders += [run.folder for run in listed(scratch())[-LOOK_BACK:]]
+            folders += [run.folder for run in list_runs(scratch())[-LOOK_BACK:]]
     stored = [stored_rows(folder, []) for folder in dict.fromkeys(map(Path.resolve, folders))]
     return [
         *(published or ()),
@@ -258,7 +258,7 @@ def rows_of_stacks(
     ]
     folders = [
         *project.published(),
-        *(run.folder for run in listed(scratch())),
+        *(run.folder for run in list_runs(scratch())),
         scratch() / SEARCHES,
         folder,
     ]

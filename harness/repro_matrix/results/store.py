@@ -120,7 +120,9 @@ class Store:
         """Yield the documents of these cases (none named: of all) in a fixed order; ``history``:
         older ones too."""
         try:
-            every = list(listed(self.root, history, cases)) if self.root.is_dir() else []
+            every = (
+                list(documents_in_order(self.root, history, cases)) if self.root.is_dir() else []
+            )
         except OSError as error:
             raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})") from None
         for found in every:
@@ -150,7 +152,9 @@ def files(root: Path, history: bool = False) -> Iterator[str]:
                 yield os.path.join(folder, name)
 
 
-def listed(root: Path, history: bool = False, cases: Collection[str] = ()) -> Iterator[Stored]:
+def documents_in_order(
+    root: Path, history: bool = False, cases: Collection[str] = ()
+) -> Iterator[Stored]:
     """Yield the documents of a folder in the order of ``files``. ``cases``: only of these, and each
     damaged file, because its reader names it."""
     for file in files(root, history):
@@ -164,7 +168,7 @@ def documents_in(file: str) -> list[Stored]:
         return [Stored(file, os.path.basename(os.path.dirname(file)))]
     try:
         return [
-            Stored(f"{file}:{n}", key_of(line).partition("/")[0])
+            Stored(f"{file}:{n}", line_key(line).partition("/")[0])
             for n, line in enumerate(read_lines(file), 1)
         ]
     except ValueError:
@@ -236,7 +240,7 @@ def _read_lines(path: str, *state: int) -> tuple[bytes, ...]:
     return tuple(line for line in text.split(b"\n") if line)
 
 
-def key_of(line: bytes) -> str:
+def line_key(line: bytes) -> str:
     """Return the key that a line begins with; "" where it has none."""
     found = _KEY.match(line)
     return found[1].decode() if found else ""
@@ -271,7 +275,7 @@ def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
         stored = read_lines(str(path)) if path.exists() else ()
     except ValueError as error:
         raise ResultsError(f"{path}: damaged: {error}. Restore it from git first.") from None
-    lines: dict[str, bytes | None] = {**{key_of(line): line for line in stored}, **changes}
+    lines: dict[str, bytes | None] = {**{line_key(line): line for line in stored}, **changes}
     left = [line for _, line in sorted(lines.items()) if line is not None]
     if left:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.document import Document, DocumentPath
-from repro_matrix.results.rows import Row, adapter, compared, rows_of
+from repro_matrix.results.rows import Row, adapter, rows_of, with_catalog
 from repro_matrix.results.store import (
     ENDED,
     MANIFEST,
@@ -36,8 +36,8 @@ from repro_matrix.results.store import (
     Store,
     document_at,
     documents_in,
+    documents_in_order,
     files,
-    listed,
 )
 
 COMPRESSED = f"{SUMMARY}.zst"  # of the baseline
@@ -84,7 +84,7 @@ def load_rows(
     )
     cells |= rows_of_cells(graded, cases, states)
     notes += [f"{text}. The cell is left out." for text in results.damaged]
-    result = [compared(row, cases) for rows in cells.values() for row in rows]
+    result = [with_catalog(row, cases) for rows in cells.values() for row in rows]
     missing = {
         path: rows
         for path, rows in stored.items()
@@ -181,7 +181,7 @@ def _line(row: Row) -> bytes:
     return text + DIGEST + _hash(text)[:8].encode() + b'"}\n'
 
 
-def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
+def write_baseline_summaries(root: Path, cases: Mapping[str, Case]) -> None:
     """Write the summaries of a baseline, one for each hardware."""
     by_hardware: dict[str, list[Row]] = {
         path.parent.name: [] for path in root.glob(f"*/{COMPRESSED}")
@@ -266,7 +266,7 @@ def grade_documents(
     for root in dict.fromkeys(
         each.resolve() for each in (folder, *project.published()) if each.is_dir()
     ):
-        for found in listed(root, cases=slugs) if slugs else ():
+        for found in documents_in_order(root, cases=slugs) if slugs else ():
             if found.path not in known:
                 with suppress(OSError, ValueError):
                     history.append(document_at(found.path))

@@ -25,13 +25,13 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import shadowed, short_hash
 from repro_matrix.errors import ConfigError, nearest
-from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.observation import Evidence
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.launch.torchrun import WORKER
 from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
-from repro_matrix.runner.script_failure import CHECKS, Failure
+from repro_matrix.runner.script_failure import CHECKS, ScriptFailure
 from repro_matrix.runner.session import Request
 
 DEADLINE_S = 300.0
@@ -195,7 +195,7 @@ class Script:
     """A command, what counts as its failure, and how it is launched."""
 
     command: Command
-    failure: Failure
+    failure: ScriptFailure
     results: Path
     deadline_s: float = DEADLINE_S
     env: tuple[tuple[str, str], ...] = ()
@@ -393,7 +393,7 @@ def in_shell(stack: Stack) -> Stack:
     )
 
 
-def results_folder(given: str | None) -> Path:
+def script_results(given: str | None) -> Path:
     return Path(given).absolute() if given else project.current().results / "scratch"
 
 
@@ -410,7 +410,7 @@ def known_failures(attempts: Sequence[Made], cases: Iterable[Case]) -> list[str]
     )
     if failed is None:
         return []
-    attempt = Attempt(failed["observation"])
+    attempt = Evidence(failed["observation"])
     failures = find_failures(attempt)
 
     def matches(case: Case) -> bool:

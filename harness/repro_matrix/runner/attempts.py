@@ -31,7 +31,14 @@ from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.memory import GPU_DEADLINE_S
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
-from repro_matrix.records.document import Accelerator, Document, Made, Probe, Provenance, Variant
+from repro_matrix.records.document import (
+    Accelerator,
+    Document,
+    Made,
+    Probe,
+    Provenance,
+    VariantRecord,
+)
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.results.store import stack_label
@@ -352,8 +359,8 @@ def new_document(session: Session, plan: CellPlan, started: Mapping[str, Any]) -
     return document
 
 
-def _new_variant(plan: VariantPlan) -> Variant:
-    variant: Variant = {
+def _new_variant(plan: VariantPlan) -> VariantRecord:
+    variant: VariantRecord = {
         "skipped": plan.skipped,
         "skip": plan.skip.to_json() if plan.skip else None,
         "stack": plan.stack,

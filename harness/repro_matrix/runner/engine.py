@@ -79,7 +79,7 @@ class Event:
 
 
 @dataclass
-class Summary:
+class RunTotals:
     documents: list[Document] = field(default_factory=list)
     attempts: int = 0
     reused: int = 0
@@ -135,18 +135,18 @@ class Engine:
         self._provenance = {**provenance(settings.seed), "launcher": place.launcher.name}
         self._cells: list[_Cell] = []
         self._running: dict[Future[tuple[Observation, dict[str, GpuProblem]]], _Running] = {}
-        self._summary = Summary()
+        self._summary = RunTotals()
         self._hangs: set[str] = set()  # variants that hung with NCCL, for no known reason
         self._load = CpuLoad()
         self._ends: float | None = None  # by the monotonic clock: no cell starts after it
 
     def run(
         self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False
-    ) -> Summary:
+    ) -> RunTotals:
         """Run every attempt of every cell. The failure of one attempt, of whatever kind, never
         stops the others; only a results folder that cannot be written to does, because its results
         would be lost."""
-        result = self._summary = Summary()
+        result = self._summary = RunTotals()
         began = time.monotonic()
         if self.session.time_limit is not None:
             self._ends = began + self.session.time_limit

@@ -27,7 +27,7 @@ from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import (
     Stack,
     StackError,
-    check,
+    check_stack,
     defined_stacks,
     described,
     is_existing,
@@ -79,7 +79,7 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
     )
     env = stack_environment(attempt)
     if not uuids:
-        return probe.ask(stack, None, env)
+        return probe.run_probe(stack, None, env)
     exclusive = any(
         gpu.mode.startswith("exclusive") for gpu in profile.gpus
     )  # one process at a time on each
@@ -94,7 +94,7 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
         pairs = [pair[:1]] if profile.shared and pair else probe.pairs_of(pair)
         pairs = pairs if profile.backend == "nccl" else []
         with ThreadPoolExecutor(1 if exclusive else 1 + len(pairs)) as pool:
-            asked = pool.submit(probe.ask, stack, single, env)
+            asked = pool.submit(probe.run_probe, stack, single, env)
             added = [pool.submit(probe.ask_pair, stack, devices, env) for devices in pairs]
             answer = asked.result()
             if probe.problem_of_torch(answer, profile):
@@ -134,7 +134,7 @@ def check_stacks(
     }
 
 
-def plan(
+def plan_cells(
     session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False
 ) -> None:
     """Build what is missing and plan the cells; what cannot be built is the reason why they are
@@ -148,7 +148,7 @@ def plan(
     _locate(session, cells, build)
     for name, (answer, problem) in check_stacks(session, cells).items() if check_gpus else ():
         if problem is None:
-            session.stacks[name] = replace(session.stacks[name], probe=probe.record(answer))
+            session.stacks[name] = replace(session.stacks[name], probe=probe.probe_record(answer))
             continue
         del session.stacks[name]  # nothing of it is run
         session.unavailable[name] = problem
@@ -173,7 +173,7 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
     states = {listed.name: listed.state for listed in defined_stacks()}
     named = {cell.stack for cell in cells}
     for name in sorted(named - session.stacks.keys()):
-        check(name)
+        check_stack(name)
     # A stack that only one variant needs is used when it is there, and built by `repro stack
     # build`. This includes variants that are not selected: their recorded attempts stay while they
     # would be launched in the same way.
@@ -184,7 +184,7 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
         there = state in ("here", "built") or is_existing(name)
         # What conf/stack does not list (a file, a swap) is built already or not: only resolving it
         # tells.
-        unlisted = state is None and states.get(spec.parse(name).base, "here") in (
+        unlisted = state is None and states.get(spec.parse_stack(name).base, "here") in (
             "here",
             "built",
             "floating",

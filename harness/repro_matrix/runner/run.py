@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.catalog import Catalogue, parse, read_yaml
+from repro_matrix.config.catalog import Catalogue, parse_file, read_yaml
 from repro_matrix.config.schema import Case, Model, Strategy
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.environment.gpus import Gpu, Nvml
@@ -32,7 +32,7 @@ from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import Workplace, new_run_dir
-from repro_matrix.runner.engine import Engine, Event, Summary
+from repro_matrix.runner.engine import Engine, Event, RunTotals
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers, register_run
 from repro_matrix.runner.session import Session, selected_by
 from repro_matrix.text import log
@@ -68,23 +68,24 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     Overrides on the command line replace those of the run. Raises ConfigError: there is no such
     run.
     """
-    line = overrides.parse(texts)
+    line = overrides.parse_overrides(texts)
     named = compose_run(line.run).results
     root = Path(named).expanduser() if named else runs.scratch()
     runs.check_latest(root)
     selected = selected_by(line)
     if named:
-        last = None if selected else runs.read(root)
+        last = None if selected else runs.read_run(root)
         if last is None and not (root.is_dir() and any(root.iterdir())):
             log(f"--resume: {root} holds no results. The run begins from the start.")
     elif selected:
         last = next(
-            (run for run in reversed(runs.listed(root)) if _selection(run.texts) == selected), None
+            (run for run in reversed(runs.list_runs(root)) if _selection(run.texts) == selected),
+            None,
         )
         if last is None:
             log(f"--resume: {root} holds no run of this selection. The run begins from the start.")
     else:
-        last = next((run for run in reversed(runs.listed(root)) if run.interrupted), None)
+        last = next((run for run in reversed(runs.list_runs(root)) if run.interrupted), None)
         if last is None:
             raise ConfigError(
                 f"--resume: {root} holds no interrupted run. Add the selection of the run"
@@ -94,14 +95,14 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
         return list(texts), None
     log(f"continuing {last.folder}: {' '.join(last.texts) or 'everything'}")
     given = {key for key, _ in line.words}
-    stored = [text for key, text in overrides.parse(last.texts).words if key not in given]
+    stored = [text for key, text in overrides.parse_overrides(last.texts).words if key not in given]
     return [*stored, *texts], None if named else last.folder
 
 
 def _selection(texts: Sequence[str]) -> list[str] | None:
     """Parse a run's stored overrides; None where the current grammar does not accept them."""
     try:
-        return selected_by(overrides.parse(texts))
+        return selected_by(overrides.parse_overrides(texts))
     except ConfigError:
         return None
 
@@ -109,7 +110,7 @@ def _selection(texts: Sequence[str]) -> list[str] | None:
 @contextlib.contextmanager
 def folder(
     session: Session, texts: Sequence[str], before: Path | None = None
-) -> Iterator[Callable[[Summary], None]]:
+) -> Iterator[Callable[[RunTotals], None]]:
     """Open the run's folder for as long as it is measured; call what is yielded with the summary at
     the end.
 
@@ -118,7 +119,7 @@ def folder(
     """
     named = session.settings.results
     fresh = not named and before is None
-    root = Path(named).expanduser() if named else before or runs.begin(runs.scratch(), texts)
+    root = Path(named).expanduser() if named else before or runs.create_run(runs.scratch(), texts)
     session.settings.results = str(root)
 
     def note(state: str, left: Sequence[str] = ()) -> None:
@@ -131,7 +132,7 @@ def folder(
                 root, texts, state, left, versions, [_name(plan.cell) for plan in session.plans]
             )
 
-    def finish(ended: Summary) -> None:
+    def finish(ended: RunTotals) -> None:
         left = list(map(_name, ended.not_started))
         note(runs.UNFINISHED if ended.interrupted or ended.problem else runs.ENDED, left)
 
@@ -163,7 +164,9 @@ def _name(cell: Cell) -> str:
 def canary_catalogue(of: Catalogue) -> Catalogue:
     """Return the canary cases with the run's stacks and hardware."""
     raws = {path.stem: read_yaml(path) for path in sorted((CONF / "canary").glob("*.yaml"))}
-    cases = {slug: parse(Case, raw, CONF / "canary" / f"{slug}.yaml") for slug, raw in raws.items()}
+    cases = {
+        slug: parse_file(Case, raw, CONF / "canary" / f"{slug}.yaml") for slug, raw in raws.items()
+    }
     raw_of = {**of.raw, "case": raws, "model": {"none": _MODEL}, "strategy": {"none": _STRATEGY}}
     models, strategies = {"none": Model(**_MODEL)}, {"none": Strategy(**_STRATEGY)}
     return Catalogue(cases, models, strategies, of.stacks, of.hardware, raw_of, REPROS)
@@ -333,7 +336,7 @@ def execute(
     on_warning: Callable[[str], None] = lambda text: None,
     with_canary: bool = False,
     shared: Workplace | None = None,
-) -> Summary:
+) -> RunTotals:
     """Run the session's plans over its results folder. ``with_canary``: measure the canary cells
     first, and nothing else where their results are wrong (MeasureError). ``shared``: where several
     runs share a launcher."""

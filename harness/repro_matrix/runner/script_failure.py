@@ -44,7 +44,7 @@ _METRIC = re.compile(
 
 
 @dataclass(frozen=True)
-class Failure:
+class ScriptFailure:
     """What counts as the failure. Without signatures and metric: any failure."""
 
     text: str = ""  # for reports
@@ -75,7 +75,7 @@ def _signature(**values: object) -> Signature:
     return Signature.model_construct(name=SIGNATURE, **values)  # type: ignore[arg-type]
 
 
-def error(text: str) -> Failure:
+def error(text: str) -> ScriptFailure:
     """Parse ``IndexError: list index``: a type, and a regular expression for its message."""
     kind, _, message = (part.strip() for part in text.partition(":"))
     if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
@@ -88,19 +88,21 @@ def error(text: str) -> Failure:
             f"--error {text!r}: every error is an {kind}. Name the type that is raised."
         )
     pattern = _regex("--error", message) or r"\A"
-    return Failure(
+    return ScriptFailure(
         text, (_signature(kind="exception", type=kind, message=pattern),), option=("--error", text)
     )
 
 
-def log(text: str) -> Failure:
+def failure_in_log(text: str) -> ScriptFailure:
     if re.search(_regex("--log", text), ""):
         raise ConfigError(f"--log {text!r}: it matches an empty line. Write a part of the line.")
     signature = _signature(kind="log", message=text)
-    return Failure(f"a line that matches {text!r}", (signature,), log=text, option=("--log", text))
+    return ScriptFailure(
+        f"a line that matches {text!r}", (signature,), log=text, option=("--log", text)
+    )
 
 
-def with_checks(failure: Failure, checks: Sequence[str]) -> Failure:
+def with_checks(failure: ScriptFailure, checks: Sequence[str]) -> ScriptFailure:
     """Add failed checks to what counts as the failure."""
     signatures = tuple(_signature(kind="check", check=CHECKS[name][0]) for name in checks)
     text = " or ".join(filter(None, (failure.text, *(CHECKS[name][1] for name in checks))))
@@ -108,21 +110,23 @@ def with_checks(failure: Failure, checks: Sequence[str]) -> Failure:
     return replace(failure, text=text, signatures=(*failure.signatures, *signatures), option=option)
 
 
-def exit_code(code: int) -> Failure:
+def failure_by_exit_code(code: int) -> ScriptFailure:
     if not 1 <= code <= 255:
         raise ConfigError(f"--exit {code}: a failing process ends with 1 to 255.")
     text = f"exit code {code}"
-    return Failure(text, (_signature(kind="signal", signal=text),), option=("--exit", str(code)))
+    return ScriptFailure(
+        text, (_signature(kind="signal", signal=text),), option=("--exit", str(code))
+    )
 
 
-def hang(seconds: float) -> Failure:
+def hang(seconds: float) -> ScriptFailure:
     text = f"it has not ended after {seconds:g} s"
-    return Failure(
+    return ScriptFailure(
         text, (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}")
     )
 
 
-def metric(text: str) -> Failure:
+def metric(text: str) -> ScriptFailure:
     """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search
     compares its ends."""
     match = _METRIC.match(text)
@@ -150,24 +154,24 @@ def metric(text: str) -> Failure:
     number = Metric.model_validate(
         {"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit}
     )
-    return Failure(text, metric=number, option=("--metric", text))
+    return ScriptFailure(text, metric=number, option=("--metric", text))
 
 
-def learned(outcome: Outcome, made: Made) -> Failure | None:
+def learned(outcome: Outcome, made: Made) -> ScriptFailure | None:
     """Return exactly the failure of an attempt, so that no other failure counts as it; None without
     a failure."""
     primary = outcome.primary
     if primary is None:
         return None
     if primary.kind != "exception":
-        return Failure(primary.type, (_signature(kind="signal", signal=primary.type),))
+        return ScriptFailure(primary.type, (_signature(kind="signal", signal=primary.type),))
     ranks = made["observation"]["ranks"]
     record = next((rank["record"] for rank in ranks if rank["rank"] == primary.rank), None)
     chain = raised_chain(record["exception"]) if record else []
     return _exact_failure(chain[0]) if chain else None
 
 
-def _exact_failure(raised: RaisedException) -> Failure:
+def _exact_failure(raised: RaisedException) -> ScriptFailure:
     frame = raised.innermost
     library = (
         frame
@@ -181,7 +185,7 @@ def _exact_failure(raised: RaisedException) -> Failure:
     for token, any_text in ((r"\#", r"\d+"), ("…", ".*"), ("host:port", ".*")):
         pattern = pattern.replace(token, any_text)
     signature = _signature(kind="exception", type=raised.type, message=pattern, package=package)
-    return Failure(f"{raised.type}: {message}", (signature,))
+    return ScriptFailure(f"{raised.type}: {message}", (signature,))
 
 
 def normal(message: str) -> str:

@@ -80,7 +80,7 @@ class Request:
     def with_values(self, values: Mapping[str, Any]) -> Request:
         """Return the request with these values, by the keys of their overrides. Raises ConfigError
         as ``ask`` does."""
-        return ask(
+        return make_request(
             [
                 *self.texts(without=values),
                 *(overrides.override_text(*item) for item in values.items()),
@@ -89,7 +89,7 @@ class Request:
 
     def without(self, dropped: Callable[[str], bool]) -> Request:
         """Return the request without the overrides of these keys."""
-        return ask(self.texts(without={key for key, _ in self.words if dropped(key)}))
+        return make_request(self.texts(without={key for key, _ in self.words if dropped(key)}))
 
     def texts(self, without: Collection[str] = ()) -> list[str]:
         """Return the overrides as they were written, to be pasted, without these keys."""
@@ -101,7 +101,7 @@ class Request:
         for name in dict.fromkeys(
             name for each in self.selections for name in each.stack if name != matrix.REPRODUCING
         ):
-            stacks_module.check(name)
+            stacks_module.check_stack(name)
         for name in self.hardware:
             if name not in self.catalogue.hardware:
                 raise unknown("hardware", name, self.catalogue.hardware, "hardware")
@@ -147,9 +147,9 @@ class Request:
         )
 
 
-def ask(texts: Sequence[str]) -> Request:
+def make_request(texts: Sequence[str]) -> Request:
     """Parse overrides. Raises ConfigError that names what cannot be understood."""
-    line = overrides.parse(texts)
+    line = overrides.parse_overrides(texts)
     catalogue = catalog.load(patches=line.patches, cases=line.case)
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalog.load())
@@ -374,7 +374,7 @@ def prepare(
         prerequisites,
     )  # `repro list` needs the cells and nothing that launches
 
-    request = texts if isinstance(texts, Request) else ask(texts)
+    request = texts if isinstance(texts, Request) else make_request(texts)
     catalogue, settings = request.catalogue, request.settings.model_copy()
     machine = machine_module.detect()
     profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
@@ -422,7 +422,7 @@ def prepare(
         time_limit=time_limit,
         as_locked=as_locked,
     )
-    prerequisites.plan(session, cells, build_stacks, build_stacks or probe)
+    prerequisites.plan_cells(session, cells, build_stacks, build_stacks or probe)
     names = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in session.unavailable for name in names):
         kind = MeasureError if names[0] in session.unusable else ConfigError

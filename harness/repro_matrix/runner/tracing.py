@@ -42,7 +42,7 @@ def keep(attempt: Attempt, observation: Observation, results: Path) -> None:
     """Keep what the attempt's trace shows, in the observation or beside the results."""
     folder = Path(attempt.trace[TRACE])
     if attempt.command is None:
-        observation["place"] = place(folder)
+        observation["place"] = locate_difference(folder)
         shutil.rmtree(folder, ignore_errors=True)
     elif folder.is_dir():
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -52,14 +52,14 @@ def keep(attempt: Attempt, observation: Observation, results: Path) -> None:
         observation["trace"] = {"folder": f"{TRACES}/{attempt.id}", "bytes": size}
 
 
-def place(folder: Path) -> dict[str, Any]:
+def locate_difference(folder: Path) -> dict[str, Any]:
     """Return where the training differs from the reference that its first rank made, as JSON."""
     from repro_matrix.traces.comparison import locate  # numpy, which most runs do not need
-    from repro_matrix.traces.reader import read
+    from repro_matrix.traces.reader import read_trace
 
     try:
-        noise = [read(folder, side=f"noise{number}") for number in range(1, NOISE + 1)]
-        found = locate(read(folder, side="trusted"), read(folder), noise)
+        noise = [read_trace(folder, side=f"noise{number}") for number in range(1, NOISE + 1)]
+        found = locate(read_trace(folder, side="trusted"), read_trace(folder), noise)
     except (OSError, ValueError) as error:
         return {"verdict": "inconclusive", "sentence": f"the trace cannot be read: {error}"}
     return {**found.to_json(), "sentence": found.sentence()}

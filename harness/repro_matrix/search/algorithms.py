@@ -23,7 +23,7 @@ A = TypeVar("A")
 T = TypeVar("T", bound=Hashable)
 
 
-class Side(Enum):
+class ChangeSide(Enum):
     """On which side of a change a point lies."""
 
     GOOD = "good"
@@ -108,7 +108,10 @@ def _middle(answers: Mapping[int, object], low: int, high: int) -> int | None:
 
 
 def bisect(
-    trail: Trail[int, Side], low: int, high: int, confirm: Callable[[int], Side] | None = None
+    trail: Trail[int, ChangeSide],
+    low: int,
+    high: int,
+    confirm: Callable[[int], ChangeSide] | None = None,
 ) -> Boundary | None:
     """Find one change between ``low``, which is known to be good, and ``high``, which is known to
     be bad.
@@ -124,19 +127,21 @@ def bisect(
             if point is not None:
                 side = trail.ask(point)
                 low, high = (
-                    (point if side is Side.GOOD else low),
-                    (point if side is Side.BAD else high),
+                    (point if side is ChangeSide.GOOD else low),
+                    (point if side is ChangeSide.BAD else high),
                 )
                 continue
             if confirm is None or low in confirmed:
                 break
             confirmed.add(low)
             side = trail.answers[low] = confirm(low)
-            if side is not Side.GOOD:
-                good = [i for i, other in trail.answers.items() if i < low and other is Side.GOOD]
+            if side is not ChangeSide.GOOD:
+                good = [
+                    i for i, other in trail.answers.items() if i < low and other is ChangeSide.GOOD
+                ]
                 if not good:
                     return None
-                low, high = max(good), (low if side is Side.BAD else high)
+                low, high = max(good), (low if side is ChangeSide.BAD else high)
     except NoMoreProbes as ended:
         trail.ended = ended
     return _boundary(trail.answers, low, high)
@@ -247,7 +252,7 @@ class Culprits:
     tried: tuple[tuple[str, str], ...] = ()  # (packages, answer)
 
 
-def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], Side]) -> Culprits:
+def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], ChangeSide]) -> Culprits:
     """Return a smallest set of packages that carries the failure from the bad stack into the good
     one.
 
@@ -258,13 +263,15 @@ def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], Side])
     trail = Trail(probe)
 
     def reproduced(taken: tuple[str, ...]) -> bool:
-        return trail.ask(frozenset(taken)) is Side.BAD
+        return trail.ask(frozenset(taken)) is ChangeSide.BAD
 
     everything = tuple(dict.fromkeys(items))
     if not reproduced(everything):
         return Culprits(None)
     members = ddmin(everything, reproduced)
     unproven = (
-        item for item in members if trail.answers.get(frozenset(members) - {item}) is not Side.GOOD
+        item
+        for item in members
+        if trail.answers.get(frozenset(members) - {item}) is not ChangeSide.GOOD
     )
     return Culprits(members, tuple(unproven))

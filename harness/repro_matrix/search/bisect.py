@@ -16,20 +16,20 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, differences
+from repro_matrix.environment.stacks import Stack, version_differences
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import too_heavy
-from repro_matrix.environment.stacks.spec import parse
+from repro_matrix.environment.stacks.spec import parse_stack
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.search import algorithms, report
-from repro_matrix.search.algorithms import Boundary, Culprits, Side, Stopped, Trail
+from repro_matrix.search.algorithms import Boundary, ChangeSide, Culprits, Stopped, Trail
 from repro_matrix.search.commits import Clone
 from repro_matrix.search.prober import (
     OTHER_SIZE,
     PASSED,
     REPRODUCED,
-    Answer,
     Point,
+    ProbeAnswer,
     Prober,
     SameResult,
     Target,
@@ -44,12 +44,16 @@ class Roles:
     bad: str
     exact: bool = False  # any change: only these two results; another passing run is unknown
 
-    def side(self, answer: Answer) -> Side:
+    def side(self, answer: ProbeAnswer) -> ChangeSide:
         label = answer.result if self.exact else answer.label
         if label == self.bad:
-            return Side.BAD
+            return ChangeSide.BAD
         without = label == PASSED or str(label).startswith(OTHER_SIZE)  # does not show the failure
-        return Side.GOOD if label == self.good or (not self.exact and without) else Side.UNKNOWN
+        return (
+            ChangeSide.GOOD
+            if label == self.good or (not self.exact and without)
+            else ChangeSide.UNKNOWN
+        )
 
 
 @dataclass(frozen=True)
@@ -229,12 +233,12 @@ class Search:
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
-        def probe(at: int) -> Side:
+        def probe(at: int) -> ChangeSide:
             points[at] = self._ask(targets[at])
             return roles.side(points[at].variants[self.variant])
 
         trail = Trail(probe, {last: probe(last), 0: probe(0)}, self.max_probes)
-        valid = (trail.answers[0], trail.answers[last]) == (Side.GOOD, Side.BAD)
+        valid = (trail.answers[0], trail.answers[last]) == (ChangeSide.GOOD, ChangeSide.BAD)
         boundary = algorithms.bisect(trail, 0, last, confirm=probe) if valid else None
         if boundary is None:
             ends = "; ".join(
@@ -263,12 +267,12 @@ class Search:
         ``spec``: the specification of ``good``."""
         changed = {
             name: pair
-            for name, pair in differences(good.versions, bad.versions).items()
+            for name, pair in version_differences(good.versions, bad.versions).items()
             if all(pair)
         }
         tried: dict[str, str] = {}
 
-        def probe(taken: frozenset[str]) -> Side:
+        def probe(taken: frozenset[str]) -> ChangeSide:
             chosen = {name: changed[name][1] for name in changed if name in taken}
             words = [f"{name} {version}" for name, version in chosen.items()]
             target = Target(
@@ -320,7 +324,7 @@ def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
     if only:
         return [[name for name in changed if name in only]]
     usual = [name for name in changed if name in RELEVANT]
-    light = [name for name in usual if not too_heavy(parse(f"x+{name}==0").swaps)]
+    light = [name for name in usual if not too_heavy(parse_stack(f"x+{name}==0").swaps)]
     tries = [light, usual, changed]
     return [items for at, items in enumerate(tries) if items and items not in tries[:at]]
 

@@ -25,7 +25,7 @@ OUT = "(left out)"  # the value of an omitted parameter
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Setting:
     """``values`` begin with the simplest one. ``number``: they ascend, and the smallest that fails
     is wanted."""
 
@@ -40,13 +40,11 @@ class Parameter:
         return self.values[0]
 
 
-def replaced(config: Config, index: int, value: Value) -> Config:
+def with_value(config: Config, index: int, value: Value) -> Config:
     return (*config[:index], value, *config[index + 1 :])
 
 
-def reduce(
-    parameters: Sequence[Parameter], trail: Trail[Config, bool | None]
-) -> tuple[Config, bool]:
+def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> tuple[Config, bool]:
     """Return a minimal configuration, and whether the search is complete.
     The given one is known to fail. Only an answer True makes it smaller.
 
@@ -80,7 +78,7 @@ def reduce(
                     least(
                         lower,
                         lambda value, now=now, index=index: reproduced(  # type: ignore[misc]
-                            replaced(now, index, value)
+                            with_value(now, index, value)
                         ),
                     )
             now = best
@@ -95,14 +93,14 @@ def reduce(
                 break
         for index in choices:
             for value in parameters[index].values:
-                trail.ask(replaced(best, index, value))
+                trail.ask(with_value(best, index, value))
     except NoMoreProbes as ended:
         trail.ended = ended
         return best, False
     return best, True
 
 
-def needed(parameter: Parameter, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
+def needed(parameter: Setting, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
     """Return whether the failure needs the parameter at ``value``; None: not tested, or without an
     answer.
 
@@ -152,7 +150,7 @@ def of_case(
     given: Settings,
     reference: Settings,
     env: Mapping[str, str],
-) -> tuple[Parameter, ...]:
+) -> tuple[Setting, ...]:
     """Return what can vary. ``given``: the settings of the variant to reduce
     (repro_kit/settings.py). ``reference``: those of the unfixed variant in the ``base_of``
     request."""
@@ -180,7 +178,7 @@ def of_case(
     return tuple(each for each in found if each is not None and len(each.values) > 1)
 
 
-def overrides_of(parameters: Sequence[Parameter], config: Config) -> dict[str, Value]:
+def configuration_overrides(parameters: Sequence[Setting], config: Config) -> dict[str, Value]:
     """Return the overrides of a configuration, by key."""
     return {each.name: value for each, value in zip(parameters, config) if value != each.reference}
 
@@ -189,18 +187,18 @@ def _is_number(value: Value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(name: str, values: Sequence[int], reference: Value) -> Parameter:
-    return Parameter(name, values[-1], tuple(values), number=True, reference=reference)
+def _number(name: str, values: Sequence[int], reference: Value) -> Setting:
+    return Setting(name, values[-1], tuple(values), number=True, reference=reference)
 
 
-def _choice(name: str, values: Sequence[Value], given: Value, reference: Value) -> Parameter | None:
+def _choice(name: str, values: Sequence[Value], given: Value, reference: Value) -> Setting | None:
     """``values``: the simplest first. None: its values are no plain ones."""
     if not all(value is None or isinstance(value, (str, int, float)) for value in (*values, given)):
         return None
-    return Parameter(name, given, tuple(dict.fromkeys((*values, given))), reference=reference)
+    return Setting(name, given, tuple(dict.fromkeys((*values, given))), reference=reference)
 
 
-def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Parameter | None:
+def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Setting | None:
     """Simplest: null (unset), then false (off); otherwise no value is simpler than another."""
     key = f"flags.{name}"
     if flag.choices is not None:
@@ -213,7 +211,7 @@ def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Parameter | 
     return _choice(key, [None], given, reference) if flag.default is None else None
 
 
-def _sizes(given: Settings, reference: Settings) -> Iterator[Parameter]:
+def _sizes(given: Settings, reference: Settings) -> Iterator[Setting]:
     """Vary layers one by one, and widths in powers of two, since every value costs an attempt."""
     if _is_number(given.get(LAYERS)):  # first: it costs the most
         yield _number(f"model.config.{LAYERS}", range(1, given[LAYERS] + 1), reference[LAYERS])
@@ -244,7 +242,7 @@ class Argument:
     """An option with its values, or a positional argument."""
 
     parts: tuple[str, ...]
-    parameter: Parameter
+    parameter: Setting
 
     def words(self, value: Value) -> list[str]:
         """Return its words on the command line."""
@@ -272,9 +270,9 @@ def _is_option(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", word))
 
 
-def _argument(group: Sequence[str]) -> Parameter:
+def _argument(group: Sequence[str]) -> Setting:
     key = group[0].partition("=")[0]
     number = re.fullmatch(r"(?:--?[A-Za-z][\w.-]*=)?([1-9]\d{0,8})", group[-1])
     if number and len(group) <= 2 and _is_option(group[0]):
-        return Parameter(key, int(number[1]), (OUT, *_doubled(1, int(number[1]))), number=True)
-    return Parameter(key, " ".join(group), (OUT, " ".join(group)))
+        return Setting(key, int(number[1]), (OUT, *_doubled(1, int(number[1]))), number=True)
+    return Setting(key, " ".join(group), (OUT, " ".join(group)))

@@ -26,7 +26,7 @@ from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.grading.failure_text import comparable_text, failure_text
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.planning.cells import Cell, variants_of
-from repro_matrix.records.document import Variant
+from repro_matrix.records.document import VariantRecord
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import runs
 from repro_matrix.results.rows import error_at
@@ -54,7 +54,7 @@ class SameResult(ConfigError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """What a variant shows on one stack.
 
     ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, ``other_size: FAILURE
@@ -95,16 +95,16 @@ class Answer:
         return f"{REPRODUCED}{times}: {self.detail}"
 
 
-def answer_of(case: str, variant: Variant | None) -> Answer:
+def answer_of(case: str, variant: VariantRecord | None) -> ProbeAnswer:
     """Return the answer of a stored variant. One failure is proof; ``passed`` needs every attempt
     to pass."""
     if variant is None or not (variant["skipped"] or variant["attempts"]):
-        return Answer(None, "not run")
+        return ProbeAnswer(None, "not run")
     if variant["skipped"]:
         skip = variant.get("skip")
         needs = skip and skip["kind"] in ("packages", "build")  # the same text on every stack
         reason = f"needs {', '.join(skip['requires'])}" if needs and skip else variant["skipped"]
-        return Answer(None, f"skipped: {reason}")
+        return ProbeAnswer(None, f"skipped: {reason}")
     attempts = variant["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
@@ -116,7 +116,7 @@ def answer_of(case: str, variant: Variant | None) -> Answer:
     ids = Counter(
         ", ".join(map(str, failure_ids(case, Outcome.from_json(each)))) for each in decisive
     ).most_common(1)
-    evidence = Answer(
+    evidence = ProbeAnswer(
         None,
         failure_text(case, outcomes),
         reproductions,
@@ -154,7 +154,7 @@ class Point:
     """A probed target."""
 
     target: Target
-    variants: Mapping[str, Answer]
+    variants: Mapping[str, ProbeAnswer]
     versions: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, tuple[str, str]] = field(
         default_factory=dict
@@ -310,7 +310,7 @@ class Prober(CellRunner):
             return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
         return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)
 
-    def answer(self, document: Document, variant: str) -> Answer:
+    def answer(self, document: Document, variant: str) -> ProbeAnswer:
         """Return what the variant shows."""
         return answer_of(self.case.slug, document["variants"].get(variant))
 
@@ -337,7 +337,7 @@ class Prober(CellRunner):
             # No such release, none for this Python, contradictory requirements: the answer is
             # unknown.
             reason = comparable_text(str(error).removeprefix(f"stack {target.spec}: "))
-            unknown_answer = Answer(None, f"cannot be installed: {reason}")
+            unknown_answer = ProbeAnswer(None, f"cannot be installed: {reason}")
             point = Point(
                 target,
                 dict.fromkeys(self.variants, unknown_answer),

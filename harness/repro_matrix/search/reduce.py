@@ -24,8 +24,8 @@ from repro_matrix.runner.script_failure import learned
 from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober
 from repro_matrix.search.algorithms import NoMoreProbes, Trail, repeats_for
-from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
-from repro_matrix.search.prober import Answer, CellRunner, Say
+from repro_matrix.search.parameters import OUT, Config, Setting, arguments_of
+from repro_matrix.search.prober import CellRunner, ProbeAnswer, Say
 from repro_matrix.text import counted
 
 Json = dict[str, Any]
@@ -45,7 +45,7 @@ class Reduction(CellRunner):
 
     slug: str
     variant: str  # that is launched
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Setting, ...]
 
     def __init__(
         self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event
@@ -53,7 +53,7 @@ class Reduction(CellRunner):
         super().__init__(say, stop)
         self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
         self.probes: dict[
-            Hashable, Answer
+            Hashable, ProbeAnswer
         ] = {}  # by configuration, or by the sizes of a fix; in order
         self.notes: list[str] = []
         self.unsure: list[str] = []  # the configurations without an answer because of the machine
@@ -64,7 +64,7 @@ class Reduction(CellRunner):
         """Return the request for a configuration's one cell. Raises ConfigError."""
         raise NotImplementedError
 
-    def _reduce(self) -> tuple[Config, Answer]:
+    def _reduce(self) -> tuple[Config, ProbeAnswer]:
         """Return the minimal configuration, and the probe of the given one."""
         given = tuple(each.given for each in self.parameters)
         first = self._probe(given, self.repeat)
@@ -85,7 +85,7 @@ class Reduction(CellRunner):
             if answer is None or self._has_enough_attempts(answer):
                 return config, first
 
-    def _has_enough_attempts(self, answer: Answer) -> bool:
+    def _has_enough_attempts(self, answer: ProbeAnswer) -> bool:
         """Whether the probes had enough attempts for so frequent a failure; otherwise increase
         ``repeat``."""
         wanted = repeats_for(answer.reproductions, answer.counted) if answer.flaky else 1
@@ -107,7 +107,7 @@ class Reduction(CellRunner):
             probe = self._probe(config, self.repeat)
         return probe.reproduced
 
-    def _probe(self, config: Config, repeat: int) -> Answer:
+    def _probe(self, config: Config, repeat: int) -> ProbeAnswer:
         changed = [
             f"{each.name}={value}"
             for each, value in zip(self.parameters, config)
@@ -124,7 +124,7 @@ class Reduction(CellRunner):
         request: Callable[[], Request],
         repeat: int,
         variant: str = "",
-    ) -> Answer:
+    ) -> ProbeAnswer:
         """Measure a request, or read its stored result. Raises NoMoreProbes."""
         variant = variant or self.variant
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
@@ -138,7 +138,7 @@ class Reduction(CellRunner):
         except (
             ConfigError
         ) as error:  # more ranks than this machine has memory for, an option that is refused
-            found = Answer(None, f"no such cell: {comparable_text(str(error))}")
+            found = ProbeAnswer(None, f"no such cell: {comparable_text(str(error))}")
         self.probes[key] = found
         self.attempts += attempts
         self.unsure += [] if found.infra_error in (None, *LASTING) else [what]
@@ -152,7 +152,7 @@ class Reduction(CellRunner):
         self.say(f"{len(self.probes)}: {what}: {found} ({how})")
         return found
 
-    def _result(self, config: Config, first: Answer, data: Json) -> Json:
+    def _result(self, config: Config, first: ProbeAnswer, data: Json) -> Json:
         """Return the result with stable keys."""
         final = self.probes[config]
         varied = [self._varied(config, at) for at in range(len(self.parameters))]
@@ -186,7 +186,7 @@ class Reduction(CellRunner):
     def _varied(self, config: Config, at: int) -> Json:
         parameter, value = self.parameters[at], config[at]
         probes = {
-            other: self.probes.get(parameters.replaced(config, at, other))
+            other: self.probes.get(parameters.with_value(config, at, other))
             for other in parameter.values
         }
         answers = {other: probe.reproduced for other, probe in probes.items() if probe is not None}
@@ -251,15 +251,15 @@ class CaseReduction(Reduction):
         )
 
     def request(self, config: Config) -> Request:
-        return self.base.with_values(parameters.overrides_of(self.parameters, config))
+        return self.base.with_values(parameters.configuration_overrides(self.parameters, config))
 
-    def _probe(self, config: Config, repeat: int) -> Answer:
+    def _probe(self, config: Config, repeat: int) -> ProbeAnswer:
         found = super()._probe(config, repeat)
         if not found.reproduced or self.fix is None:
             return found
         sizes = {
             name: value
-            for name, value in parameters.overrides_of(self.parameters, config).items()
+            for name, value in parameters.configuration_overrides(self.parameters, config).items()
             if name in ("ranks", "steps") or name.startswith("model.config.")
         }
         key, first = frozenset(sizes.items()), len(self.probes) == 1
@@ -325,8 +325,8 @@ class ScriptReduction(Reduction):
         found = [argument.parameter for argument in self.arguments]
         nproc = script.command.nproc
         if nproc > 1:
-            found.append(Parameter("nproc", nproc, tuple(range(1, nproc + 1)), number=True))
-        found += [Parameter(f"env.{name}", value, (OUT, value)) for name, value in script.env]
+            found.append(Setting("nproc", nproc, tuple(range(1, nproc + 1)), number=True))
+        found += [Setting(f"env.{name}", value, (OUT, value)) for name, value in script.env]
         self.parameters = tuple(found)
 
     def _words(self, config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
-from repro_matrix.environment.stacks import differences
+from repro_matrix.environment.stacks import version_differences
 from repro_matrix.results.store import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
 from repro_matrix.search.prober import OTHER_SIZE, PASSED, Point, Prober
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Data = dict[str, Any]
 
 
-def render(template: str, data: Data) -> str:
+def render_search(template: str, data: Data) -> str:
     """Return the Markdown of a result. Markup, mentions and control characters of other programs
     are made harmless."""
     import jinja2
@@ -105,7 +105,7 @@ def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good:
                 "document": point.document,
             }
         )
-    changed = differences(found.good.versions, found.bad.versions)
+    changed = version_differences(found.good.versions, found.bad.versions)
     return {
         "kind": kind,
         "what": what,
@@ -186,7 +186,7 @@ def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, nu
 # -- version maps
 
 
-def version_map(
+def version_map_to_json(
     prober: Prober,
     base: str,
     package: str,

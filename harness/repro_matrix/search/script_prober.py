@@ -15,13 +15,13 @@ from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import override_text as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.grading.observation import Attempt, parse_threads
+from repro_matrix.grading.observation import Evidence, parse_threads
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document, Made
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.runner.adhoc_case import DEADLINE_S, Script, in_shell
-from repro_matrix.runner.script_failure import CHECKS, Failure, learned, normal
+from repro_matrix.runner.script_failure import CHECKS, ScriptFailure, learned, normal
 from repro_matrix.search.prober import Prober, Say, Target
 from repro_matrix.text import first_line, list_ranks, one_line
 
@@ -41,7 +41,7 @@ class ScriptProber(Prober):
     def resolve(self, target: Target) -> Stack:
         return in_shell(super().resolve(target))
 
-    def use(self, failure: Failure) -> None:
+    def use(self, failure: ScriptFailure) -> None:
         """Use another definition of the failure. Stored attempts are graded again, not launched
         again."""
         self.script = replace(self.script, failure=failure)
@@ -80,7 +80,7 @@ class ScriptProber(Prober):
         elif self.script.failure.needs_limit:
             self._find_limit(good, bad)
 
-    def _failure_of(self, end: Target) -> Failure | None:
+    def _failure_of(self, end: Target) -> ScriptFailure | None:
         for made in self.document(end, self.repeat)["variants"][VARIANT]["attempts"]:
             outcome = Outcome.from_json(made["outcome"])
             if outcome.outcome == "other_failure":
@@ -127,7 +127,7 @@ class ScriptProber(Prober):
 # -- the result as lines
 
 
-def describe(case: AdhocCase, document: Document) -> Iterator[str]:
+def describe_probe_result(case: AdhocCase, document: Document) -> Iterator[str]:
     return map(one_line, _lines(case, document))
 
 
@@ -209,7 +209,7 @@ def _stacks(observation: Observation) -> Iterator[str]:
     """Yield the innermost frames of each rank's main thread in a hang; ranks at the same place
     together."""
     places: dict[tuple[str, ...], list[int]] = {}
-    for rank in Attempt(observation).ranks:
+    for rank in Evidence(observation).ranks:
         threads = parse_threads(rank.stack) if rank.stack else []
         frames = (
             tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
@@ -240,7 +240,7 @@ def _unraised(case: AdhocCase, observation: Observation) -> Iterator[str]:
 
 
 def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
-    attempt = Attempt(observation)
+    attempt = Evidence(observation)
     failures = find_failures(attempt)
     silent = {
         rank.rank

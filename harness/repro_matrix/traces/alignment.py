@@ -355,7 +355,7 @@ def paired(good: Rows, other: Rows) -> list[tuple[int, int]]:
     return [pair for pair in pairs if pair[0] >= 0]
 
 
-def replaced(good: Step, bad: Step) -> dict[int, int]:
+def replaced_models(good: Step, bad: Step) -> dict[int, int]:
     """Return the models of the bad side that are called in the place of one of the good side's: a
     callback or a copy replaced it."""
     theirs = [root for root in bad.called if root not in good.called]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import ACTIVATIONS, ROOT, Owner, Sample, Step, replaced
+from repro_matrix.traces.alignment import ACTIVATIONS, ROOT, Owner, Sample, Step, replaced_models
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location
 from repro_matrix.traces.names import renamed
 from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
-from repro_matrix.traces.relations import affected, describe, proportion
+from repro_matrix.traces.relations import affected, describe_relation, proportion
 from repro_matrix.traces.settings import different_setting
 
 LATE = (
@@ -115,7 +115,7 @@ def steps_of(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[
         main, other = Step(good, number), Step(bad, number, names)
         if not names and (names := renamed(main, other)):
             other = Step(bad, number, names)
-        if roots := replaced(main, other):
+        if roots := replaced_models(main, other):
             other = Step(bad, number, names, roots)
         pair = Pair(main, other, shown)
         runs = [Pair(main, Step(run, number), shown) for run in noise if number in run.steps]
@@ -239,7 +239,7 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     if first is None:
         return None
     same = [each for each in wrong if each.stage == first.stage]
-    relation, sources = describe(pair, same)
+    relation, sources = describe_relation(pair, same)
     ranks, micro = affected(pair.other, sources)
     last, role = (
         [each for each in right if each.stage == first.stage] or right,

@@ -149,7 +149,7 @@ class Trace:
             yield from ((rank, event) for event in each.events.get(step, ()))
 
 
-def read(folder: Path, side: str = "") -> Trace:
+def read_trace(folder: Path, side: str = "") -> Trace:
     """Read the trace in a folder. ``side``: the training, where one process traced several."""
     trace = Trace(Path(folder))
     for path in sorted(trace.folder.iterdir()) if trace.folder.is_dir() else ():

@@ -32,7 +32,7 @@ def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tupl
     )
 
 
-def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Owner]]:
+def describe_relation(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Owner]]:
     """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage,
     in order."""
     first = wrong[0]

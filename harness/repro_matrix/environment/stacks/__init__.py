@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING
 from repro_matrix import paths
 from repro_matrix.environment.stacks import build, spec
 from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.build import Log, cached_stacks, defined_stacks, prune, quiet
+from repro_matrix.environment.stacks.build import (
+    Log,
+    cached_stacks,
+    defined_stacks,
+    prune_stacks,
+    quiet,
+)
 from repro_matrix.environment.stacks.spec import (
     Spec,
     Stack,
     StackError,
     canonical,
-    differences,
     existing,
+    version_differences,
 )
 
 if TYPE_CHECKING:
@@ -33,15 +39,15 @@ __all__ = [
     "Stack",
     "StackError",
     "cached_stacks",
-    "check",
+    "check_stack",
     "defined_stacks",
     "described",
-    "differences",
     "is_existing",
     "make_lock",
-    "prune",
+    "prune_stacks",
     "resolve",
     "resolve_compatible",
+    "version_differences",
     "with_release",
 ]
 
@@ -53,7 +59,7 @@ def resolve(text: str, *, say: Log = quiet) -> Stack:
     A stack whose environment was changed since it was installed gets a key of its own. Raises
     StackError.
     """
-    stack = spec.with_changes(_resolve(spec.parse(text), say))
+    stack = spec.with_changes(_resolve(spec.parse_stack(text), say))
     if stack.changed and not stack.path:  # for an overlay it was logged with its base
         say(f"note: {spec.describe_changes(stack)}")
     return stack
@@ -109,9 +115,9 @@ def _overlay(requested: Spec, base: Stack, say: Log) -> Stack:
     return stack
 
 
-def check(text: str) -> None:
+def check_stack(text: str) -> None:
     """Raise StackError where ``text`` cannot name a stack, whatever is built or can be."""
-    requested = spec.parse(text)
+    requested = spec.parse_stack(text)
     if requested.base != "current" and not requested.python and not requested.file:
         spec.find_definition(requested.base)
 
@@ -120,7 +126,7 @@ def described(text: str) -> Stack | None:
     """Return a stack as its files describe it, for plans and answers from stored results: nothing
     is resolved, downloaded or built. None where only resolving it tells its versions. Raises
     StackError."""
-    requested = spec.parse(text)
+    requested = spec.parse_stack(text)
     if requested.file:
         versions: Mapping[str, str] = locks.pinned(requested.file)
     elif requested.base == "current" or requested.python:
@@ -134,7 +140,7 @@ def described(text: str) -> Stack | None:
         )
         if not path.exists():
             return None
-        lock = locks.read(path) if definition.floating else locks.committed(definition, path)
+        lock = locks.read_lock(path) if definition.floating else locks.committed(definition, path)
         versions = {**lock.pins, "python": lock.python}
     replaced = {
         canonical(swap.name): swap.url or str(swap.specifier).removeprefix("==")
@@ -146,7 +152,7 @@ def described(text: str) -> Stack | None:
 def is_existing(text: str) -> bool:
     """Return whether ``text`` names an existing environment, so that nothing has to be built for
     it."""
-    requested = spec.parse(text)
+    requested = spec.parse_stack(text)
     return requested.python is not None and not requested.swaps
 
 
@@ -155,7 +161,7 @@ def with_release(text: str, package: str, version: str) -> str:
     probes.
 
     ``version``: a release, or an address (``git+file:///clone@commit``)."""
-    requested, name = spec.parse(text), canonical(package)
+    requested, name = spec.parse_stack(text), canonical(package)
     others = [_as_text(swap) for swap in requested.swaps if canonical(swap.name) != name]
     replaced = f"{name} @ {version}" if "://" in version else f"{name}@{version}"
     return "+".join([requested.base, *sorted([*others, replaced])])
@@ -176,7 +182,7 @@ def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -
         try:
             return resolve(text, say=say)
         except StackError as error:
-            requested, message = spec.parse(text), canonical(str(error).partition("\n")[2])
+            requested, message = spec.parse_stack(text), canonical(str(error).partition("\n")[2])
             names = [canonical(swap.name) for swap in requested.swaps if not swap.url]
             loose = {
                 name
@@ -194,10 +200,10 @@ def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -
 def make_lock(name: str) -> Path:
     """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache
     where it floats."""
-    requested = spec.parse(name)
+    requested = spec.parse_stack(name)
     if requested.file:
         path = locks.file_lock_path(requested.file)
-        locks.write(path, locks.resolve_file(requested.file))
+        locks.write_lock(path, locks.resolve_file(requested.file))
         return path
     definition = spec.find_definition(requested.base)
     if definition.slug == "current":
@@ -213,5 +219,5 @@ def make_lock(name: str) -> Path:
             "usage",
             f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that",
         )
-    locks.write(path, locks.resolve_definition(definition))
+    locks.write_lock(path, locks.resolve_definition(definition))
     return path

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix import paths
-from repro_matrix.config.schema import Stack as Definition
+from repro_matrix.config.schema import StackFile as Definition
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks import spec
-from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv, write
+from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv, write_lock
 from repro_matrix.environment.stacks.spec import (
     HEAVY,
     Stack,
@@ -71,7 +71,7 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
             f"stack {name}", ["venv", "--quiet", "--no-project", "--python", base, str(environment)]
         )
         source, python = folder / "lock.txt", str(environment / "bin" / "python")
-        write(source, lock.text)
+        write_lock(source, lock.text)
         run_uv(
             f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)]
         )
@@ -87,7 +87,7 @@ def _once(name: str, key: str, make: Callable[[Path], Json], log: Log) -> Json:
     from filelock import FileLock, Timeout  # only here: what lists cells imports this module
 
     folder = stacks_dir() / key
-    marker = complete(folder)
+    marker = finished_marker(folder)
     if marker is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         guard = FileLock(folder.parent / f"{key}.lock")
@@ -97,7 +97,7 @@ def _once(name: str, key: str, make: Callable[[Path], Json], log: Log) -> Json:
             log(f"stack {name}: another run is building it; waiting")
             guard.acquire()
         try:
-            marker = complete(folder) or _make(name, folder, make, log)
+            marker = finished_marker(folder) or _make(name, folder, make, log)
         finally:
             guard.release()
     with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Js
     try:
         folder.mkdir(parents=True)
         marker = {"name": name, **make(folder)}
-        write(folder / "done.json", json.dumps(marker))
+        write_lock(folder / "done.json", json.dumps(marker))
     except BaseException as error:
         discard(folder)
         if isinstance(error, OSError):
@@ -131,7 +131,7 @@ def read_marker(folder: Path) -> Json | None:
     return marker if isinstance(marker, dict) and {"python", "versions"} <= marker.keys() else None
 
 
-def complete(folder: Path) -> Json | None:
+def finished_marker(folder: Path) -> Json | None:
     """Return the marker of a finished build whose interpreter starts and whose packages are still
     there."""
     marker = read_marker(folder)
@@ -256,7 +256,7 @@ def _plan_changes(
         output = run_uv(f"stack {name}", [*dry_run, *map(str, swaps)])
     else:
         # The stack's other pins stay: a replacement has to be compatible with the rest.
-        other = spec.replaced(definition, tuple(swaps))
+        other = spec.with_releases(definition, tuple(swaps))
         output = run_uv(f"stack {name}", [*dry_run, *other.pins])
         if other.no_deps:
             output += "\n" + run_uv(f"stack {name}", [*dry_run, "--no-deps", *other.no_deps])
@@ -336,7 +336,7 @@ def cached_stacks(names: Collection[str] = ()) -> list[CachedStack]:
         name, used = marker.get("name", "?"), folder / "used"
         if not names or folder.name in names or name in names:
             time_used = (used if used.exists() else folder).stat().st_mtime
-            versions, whole = marker.get("versions", {}), complete(folder) is not None
+            versions, whole = marker.get("versions", {}), finished_marker(folder) is not None
             cached.append(
                 CachedStack(folder.name, name, folder, whole, time_used, _size(folder), versions)
             )
@@ -350,7 +350,7 @@ def _size(folder: Path) -> int:
     return sum(info.st_size for info in infos if info.st_nlink == 1)
 
 
-def prune(
+def prune_stacks(
     *, older_than_days: float = 30, everything: bool = False, names: tuple[str, ...] = ()
 ) -> list[CachedStack]:
     """Remove stacks that were not used recently, never finished, named, or all; return them."""

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix import paths
-from repro_matrix.config.schema import Stack as Definition
+from repro_matrix.config.schema import StackFile as Definition
 from repro_matrix.config.vocabulary import REPLACED
 from repro_matrix.environment.stacks.spec import (
     HEAVY,
     Kind,
     StackError,
     canonical,
-    replaced,
     short_hash,
+    with_releases,
 )
 from repro_matrix.errors import suggestion
 
@@ -185,7 +185,7 @@ class Lock:
         return short_hash(self.body, self.python, system.sysname, system.machine)
 
 
-def fingerprint(definition: Definition) -> str:
+def lock_fingerprint(definition: Definition) -> str:
     """Hash everything that decides the lock: a lock made from something else is out of date."""
     pins, no_deps = sorted(definition.pins), sorted(definition.no_deps)
     return short_hash(*pins, "|", *no_deps, "|", definition.python or DEFAULT_PYTHON)
@@ -198,7 +198,7 @@ def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None 
     body = _compile(f"stack {slug}", definition.pins, python, prefer or {})
     if definition.no_deps:
         body += _compile(f"stack {slug}", definition.no_deps, python, {}, "--no-deps")
-    head = f"# stack: {slug}\n# python: {python}\n# definition: {fingerprint(definition)}\n"
+    head = f"# stack: {slug}\n# python: {python}\n# definition: {lock_fingerprint(definition)}\n"
     return f"{head}# renew: repro stack lock {slug}\n{body}"
 
 
@@ -218,7 +218,7 @@ def _compile(
         return out.read_text(encoding="utf-8")
 
 
-def read(path: Path) -> Lock:
+def read_lock(path: Path) -> Lock:
     return Lock(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -228,8 +228,8 @@ def committed(definition: Definition, path: Path) -> Lock:
     command = f"run `repro stack lock {definition.slug}`"
     if not path.exists():
         raise StackError("usage", f"stack {definition.slug} has no lock yet: {command}")
-    lock = read(path)
-    if lock.head("definition") != fingerprint(definition):
+    lock = read_lock(path)
+    if lock.head("definition") != lock_fingerprint(definition):
         raise StackError(
             "usage",
             f"stack {definition.slug}: {path.name} was made from another definition; {command}",
@@ -240,7 +240,7 @@ def committed(definition: Definition, path: Path) -> Lock:
 # -- locks in the cache
 
 
-def write(path: Path, text: str) -> None:
+def write_lock(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     paths.write_text(path, text)
 
@@ -264,8 +264,8 @@ def lock_file(path: Path) -> Lock:
     """
     cached = file_lock_path(path)
     if not cached.exists():
-        write(cached, resolve_file(path))
-    return read(cached)
+        write_lock(cached, resolve_file(path))
+    return read_lock(cached)
 
 
 def pinned(path: Path) -> Mapping[str, str]:
@@ -328,7 +328,7 @@ def resolve_file(path: Path) -> str:
 
 
 def floating_path(definition: Definition) -> Path:
-    return _cached(definition.slug, fingerprint(definition))
+    return _cached(definition.slug, lock_fingerprint(definition))
 
 
 def lock_floating(definition: Definition, renew: bool = False) -> Lock:
@@ -337,21 +337,21 @@ def lock_floating(definition: Definition, renew: bool = False) -> Lock:
     cached = floating_path(definition)
     if renew or not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
         try:
-            write(cached, resolve_definition(definition))
+            write_lock(cached, resolve_definition(definition))
         except StackError as error:
             if renew or not error.infra_error or not cached.exists():
                 raise
-    return read(cached)
+    return read_lock(cached)
 
 
 def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lock:
     """Resolve a stack with some packages at other releases; everything else stays as in ``base``
     where it can."""
-    other = replaced(definition, swaps)
-    cached = _cached("swapped", fingerprint(other), base.body)
+    other = with_releases(definition, swaps)
+    cached = _cached("swapped", lock_fingerprint(other), base.body)
     if not cached.exists():
-        write(cached, resolve_definition(other, prefer=base.pins))
-    return read(cached)
+        write_lock(cached, resolve_definition(other, prefer=base.pins))
+    return read_lock(cached)
 
 
 def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:

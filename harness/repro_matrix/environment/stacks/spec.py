@@ -32,7 +32,7 @@ from urllib.parse import unquote, urlsplit
 
 from repro_matrix import paths
 from repro_matrix.config import catalog, project
-from repro_matrix.config.schema import Stack as Definition
+from repro_matrix.config.schema import StackFile as Definition
 from repro_matrix.config.vocabulary import RELEVANT, TRAINERS, UPSTREAM
 from repro_matrix.errors import Options, ReproError, nearest
 
@@ -155,7 +155,9 @@ class Stack:
         return out
 
 
-def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def version_differences(
+    good: Mapping[str, str], bad: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """Return the packages whose versions differ ("" where one is missing), the usual causes of
     failures first.
 
@@ -194,7 +196,7 @@ class Spec:
         return None
 
 
-def parse(text: str) -> Spec:
+def parse_stack(text: str) -> Spec:
     """Parse a ``stack=`` value. Raises StackError."""
     from packaging.requirements import InvalidRequirement, Requirement  # takes 20 ms
 
@@ -237,10 +239,10 @@ def find_definition(name: str) -> Definition:
 
 def lock_path(name: str) -> Path:
     """Return where a definition's lock is: beside the definition."""
-    return project.files("stack", paths.CONF)[name].parent / "locks" / f"{name}.txt"
+    return project.group_files("stack", paths.CONF)[name].parent / "locks" / f"{name}.txt"
 
 
-def replaced(definition: Definition, swaps: tuple[Requirement, ...]) -> Definition:
+def with_releases(definition: Definition, swaps: tuple[Requirement, ...]) -> Definition:
     """Return the definition with these packages at other releases: where it pins them, else as
     further pins."""
     from packaging.requirements import Requirement
@@ -302,7 +304,7 @@ def existing(name: str, python: str) -> Stack:
     )
 
 
-class Change(NamedTuple):
+class PackageChange(NamedTuple):
     """A file, or a whole package, that is not as its release was installed."""
 
     package: str
@@ -337,12 +339,12 @@ def with_changes(stack: Stack) -> Stack:
 
 
 @functools.lru_cache(maxsize=64)
-def changes(python: str) -> tuple[Change, ...]:
+def changes(python: str) -> tuple[PackageChange, ...]:
     """Return what was changed in an interpreter's environment after it was installed."""
     return tuple(change for folder in inspect_python(python)[1] for change in _changes_in(folder))
 
 
-def _changes_in(folder: Path) -> Iterator[Change]:
+def _changes_in(folder: Path) -> Iterator[PackageChange]:
     for name in COMPARED:
         for package in importlib.metadata.distributions(name=name, path=[str(folder)]):
             yield from _edited_files(package, name, folder)
@@ -351,7 +353,7 @@ def _changes_in(folder: Path) -> Iterator[Change]:
 
 def _edited_files(
     package: importlib.metadata.Distribution, name: str, folder: Path
-) -> Iterator[Change]:
+) -> Iterator[PackageChange]:
     """RECORD is written last: a source that is older, and as long as RECORD says, is not read
     (6,000 files would cost a second); of libraries only the size is compared.
     (``Distribution.files`` takes a second for 60,000 lines.)"""
@@ -370,7 +372,7 @@ def _edited_files(
             and not _as_recorded(file, recorded, size, written)
         ):
             note = f"{path} is not as {name} {package.version} was installed"
-            yield Change(name, note, _hash(file, "sha256"))
+            yield PackageChange(name, note, _hash(file, "sha256"))
 
 
 def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
@@ -397,7 +399,7 @@ def _hash(path: str, kind: str) -> str:
         return ""
 
 
-def _not_released(package: importlib.metadata.Distribution, name: str) -> Iterator[Change]:
+def _not_released(package: importlib.metadata.Distribution, name: str) -> Iterator[PackageChange]:
     try:
         origin = json.loads(package.read_text("direct_url.json") or "{}")
     except ValueError:
@@ -409,7 +411,7 @@ def _not_released(package: importlib.metadata.Distribution, name: str) -> Iterat
                 " is no release"
             )
             tree = Path(unquote(urlsplit(str(origin.get("url"))).path))
-            yield Change(name, note, _hash_tree(tree) if kind == "dir_info" else str(origin))
+            yield PackageChange(name, note, _hash_tree(tree) if kind == "dir_info" else str(origin))
 
 
 def _hash_tree(tree: Path) -> str:
@@ -423,7 +425,7 @@ def _hash_tree(tree: Path) -> str:
     )
 
 
-def shadowed(stack: Stack, search: str) -> list[Change]:
+def shadowed(stack: Stack, search: str) -> list[PackageChange]:
     """Return the packages of the stack that ``search``, the shell's PYTHONPATH, replaces in a
     user's own script."""
     folders = [Path(each or ".").resolve() for each in search.split(os.pathsep)] if search else []
@@ -442,6 +444,8 @@ def shadowed(stack: Stack, search: str) -> list[Change]:
                 else _hash(str(path), "sha256")
             )
             hidden.append(
-                Change(name, f"{name} is {path} (the shell's PYTHONPATH), not the stack's", digest)
+                PackageChange(
+                    name, f"{name} is {path} (the shell's PYTHONPATH), not the stack's", digest
+                )
             )
     return hidden
