@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from repro_matrix.report.render import policy, template_environment
+from repro_matrix.report.render import TEMPLATES, policy, template_environment
 from repro_matrix.traces.location import short
 
 CSS = """
@@ -25,11 +25,11 @@ def render_comparison(
 ) -> str:
     """Return the page. ``found``: Comparison.to_json(); ``grid``: of repro_matrix.traces;
     ``lines``: the answer as a terminal shows it."""
-    css = (Path(__file__).parent / "templates" / "page.css").read_text(encoding="utf-8") + CSS
+    css = (TEMPLATES / "page.css").read_text(encoding="utf-8") + CSS
     rows = [_row(row) for row in grid["rows"]]
     return (
         template_environment()
-        .get_template("comparison.html")
+        .from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
         .render(
             title=f"Where the numbers differ: {found['bad']['command']}",
             found=found,

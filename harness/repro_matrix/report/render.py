@@ -58,6 +58,8 @@ from repro_matrix.text import block, counted, line, list_ranks, log, one_line
 PUBLISHED = "published results"
 TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
+TEMPLATES = Path(__file__).parent / "templates"
+
 
 @dataclass
 class Results:
@@ -332,8 +334,9 @@ def render_site(page: Page) -> dict[str, str]:
 def _render(
     template: str, page: Page, title: str, address: Callable[[str], str], cases: Iterable[Any]
 ) -> str:
-    folder = Path(__file__).parent / "templates"
-    css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    css, script = (
+        (TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
     return (
         template_environment()
         .get_template(template)
