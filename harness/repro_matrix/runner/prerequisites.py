@@ -28,11 +28,11 @@ from repro_matrix.environment.stacks import (
     check_stack,
     defined_stacks,
     described,
+    extensions,
     is_existing,
     resolve,
     spec,
 )
-from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, stack_environment
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
@@ -236,13 +236,13 @@ def _compiles(session: Session, cell: matrix.Cell) -> bool:
 def _with_op(stack: Stack, build: bool) -> Stack:
     """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without
     DeepSpeed."""
-    problem = processes.no_compiler(stack)
-    if build and problem is None and not processes.op_compiled(stack):
+    problem = extensions.no_compiler(stack)
+    if build and problem is None and not extensions.op_compiled(stack):
         log(
             f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once; its cells"
             " follow"
         )
-        problem = processes.compile_op(stack)
+        problem = extensions.compile_op(stack)
     if problem is None:
         return stack
     versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}
