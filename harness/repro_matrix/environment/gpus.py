@@ -1,5 +1,8 @@
-"""GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors
-during a run.
+"""Read the GPUs, their state and their errors from NVIDIA's management library (NVML).
+
+``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never raise: what a GPU or
+driver does not report (no permission, not supported) counts as unknown. A GPU is not usable if NVML
+reports nothing about it, that it has failed, or that it must be reset.
 
 ``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
 raise: what a GPU or driver does not report (no permission, not supported) counts as unknown, and a
@@ -32,8 +35,10 @@ ANSWER_S = 20.0  # for one question to NVML
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "":
-    unknown."""
+    """One GPU.
+
+    ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "": unknown.
+    """
 
     index: int
     name: str
@@ -57,9 +62,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU. ``memory_mb`` None: unknown. ``name`` None: it cannot be
-    inspected from here (inside a container NVML gives the host's numbers). ``ours``: a run of this
-    project started it."""
+    """A process that computes on a GPU.
+
+    ``memory_mb`` None: unknown. ``name`` None: it cannot be inspected from here (inside a container
+    NVML gives the host's numbers). ``ours``: a run of this project started it.
+    """
 
     pid: int
     memory_mb: int | None
@@ -73,8 +80,10 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What may change during a run. Sizes in MiB; None, 0 or (): this GPU or driver does not report
-    it."""
+    """The state of a GPU, which may change during a run.
+
+    Sizes in MiB; None, 0 or (): this GPU or driver does not report it.
+    """
 
     free_mb: int | None = None
     used_mb: int = 0  # by all processes; without the driver's own part where it is reported
@@ -171,8 +180,10 @@ def open_driver() -> Pynvml:
 
 
 class Pynvml:
-    """The questions to NVML. Raises DriverError; an unsupported question gives None or the
-    default."""
+    """The calls to NVML.
+
+    Raises DriverError; a call that this GPU does not support gives None or the default.
+    """
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
@@ -181,8 +192,10 @@ class Pynvml:
         self._ask("nvmlInit")
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Ask in a thread, because a faulty driver may never answer; nothing is asked after
-        that."""
+        """Call NVML in a thread, because a faulty driver may never answer.
+
+        After that it is not called again.
+        """
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -215,8 +228,7 @@ class Pynvml:
             raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
-        """Return the answer; None where this GPU or driver gives none (most questions may be
-        refused)."""
+        """Return the answer; None if this GPU or driver gives none."""
         try:
             return self._call(name, *args, **options)
         except DriverError:
@@ -249,7 +261,7 @@ class Pynvml:
         memory = self._ask(
             "nvmlDeviceGetMemoryInfo", handle
         )  # a GPU that fell off the bus fails here
-        # Version 2 of the call leaves out what the driver takes for itself (half a GiB on an H100).
+        # Version 2 of the call excludes what the driver takes for itself (half a GiB on an H100).
         version = getattr(lib, "nvmlMemory_v2", None)
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=version) or memory
         running = self._optional("nvmlDeviceGetComputeRunningProcesses", handle) or []
@@ -296,8 +308,10 @@ class Pynvml:
             self._optional("nvmlDeviceRegisterEvents", handle, kind, self._events)
 
     def next_error(self) -> tuple[str, int] | None:
-        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is
-        reported once."""
+        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None.
+
+        Each is reported once.
+        """
         if self._events is None:
             return None
         try:
@@ -321,9 +335,11 @@ class Pynvml:
 
 def query() -> tuple[tuple[Gpu, ...], str, str | None]:
     """Return all GPUs by NVML's index, the driver's version, and the newest CUDA that it supports.
-    Raises DriverError.
 
-    CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
+    Raises DriverError. CUDA_VISIBLE_DEVICES does not matter here; unusable GPUs are included.
+
+    CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them.
+    """
     with contextlib.closing(open_driver()) as driver:
         found = [_gpu(driver, index) for index in range(driver.count())]
         by_uuid = any(gpu.by_uuid for gpu in found)  # then all that follow may have other numbers
@@ -345,7 +361,7 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
     elif not reason and gpu.mode.startswith("exclusive") and state.others:
         reason = f"its compute mode is {gpu.mode} and {state.others[0]} holds it"
-    # CUDA leaves out a GPU that is lost or in MIG mode, and NVML counts it.
+    # CUDA does not count a GPU that is lost or in MIG mode, and NVML does.
     return replace(
         gpu, busy=other_user(state) is not None, unusable=reason, by_uuid=state.problem is not None
     )

@@ -1,5 +1,6 @@
-"""The machine that a run is on (its usable GPUs, cores and memory), and the hardware profile to run
-with.
+"""Detect the machine (usable GPUs, cores, memory) and choose the hardware profile.
+
+At the end: shared memory, writable folders, and whether py-spy can inspect hung ranks.
 
 At the end: what else a run depends on (shared memory, writable folders, whether py-spy can inspect
 hung ranks).
@@ -66,8 +67,10 @@ class Machine:
     free_gb: float | None = None  # of memory_gb, not used by any process now; None: unknown
 
     def notes(self, given: Mapping[str, str]) -> list[str]:
-        """Return what NCCL will see on this machine beside, or against, the user's shell.
-        ``given``: the run's env."""
+        """Return what NCCL reads on this machine beside, or against, the user's shell.
+
+        ``given``: the run's env.
+        """
         dropped = [text for text in self.shell if text.partition("=")[0] not in given]
         more = " ".join(f"env.{text}" for text in dropped)
         texts = [
@@ -141,8 +144,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
 def visible_gpus(
     text: str | None, gpus: Sequence[Gpu], order: str | None
 ) -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES (``text``) names, in its order, and why it cannot
-    be used or None.
+    """Return the GPUs in CUDA_VISIBLE_DEVICES (``text``), in its order, and what is wrong with it.
 
     CUDA ignores part of a list that is not valid (it ends at the first bad entry; a GPU named twice
     leaves none): such a list is refused. ``order``: CUDA_DEVICE_ORDER; by default CUDA counts the
@@ -198,8 +200,10 @@ def _names(entry: str, gpu: Gpu, by_uuid: bool) -> bool:
 
 
 def _signs(env: Mapping[str, str], root: Path) -> list[str]:
-    """Return the signs that GPUs are here, or were requested, though NVML shows none: ``auto`` is
-    not the CPU then."""
+    """Return the signs that GPUs are here, or were requested, although NVML shows none.
+
+    ``auto`` does not choose the CPU then.
+    """
     signs = [
         f"/{path.relative_to(root)} exists"
         for pattern in _SIGNS
@@ -233,8 +237,10 @@ def _cgroup(root: Path, own: Path) -> Iterator[Path]:
 
 
 def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float, float]:
-    """Return the (cores, bytes of memory) that a container or a batch system allows; infinite where
-    it does not."""
+    """Return the cores and the bytes of memory that a container or a batch system allows.
+
+    Infinite if it sets no limit.
+    """
     cores = memory = float("inf")
     for folder in _cgroup(root, own):
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"
@@ -246,8 +252,10 @@ def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float, 
 
 
 def cgroup_used(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
-    """Return the bytes in use of a container's limit, without the page cache, which can be dropped;
-    0: unknown."""
+    """Return the bytes in use of a container's limit, without the page cache; 0: unknown.
+
+    The system can drop the page cache.
+    """
     with contextlib.suppress(OSError, ValueError, StopIteration):
         folder = next(_cgroup(root, own))
         current = int((folder / "memory.current").read_text(encoding="utf-8"))
@@ -304,15 +312,19 @@ class Profile:
         )
 
     def words(self) -> str:
-        """Return it for the first line of a run: ``gpu2 (2 x NVIDIA H200; 1 more unused), backend
-        nccl``."""
+        """Return it for the first line of a run.
+
+        ``gpu2 (2 x NVIDIA H200; 1 more unused), backend nccl``
+        """
         idle = f"; {self.idle} more unused" if self.idle else ""
         gpus = f" ({count_names(self.gpus)}{idle})" if self.gpus else ""
         return f"{self.name}{gpus}, backend {self.backend}"
 
     def warnings(self, shm: int | None) -> list[str]:
-        """Return what may go wrong on these GPUs and is no error yet. ``shm``: MiB of shared
-        memory; None: none."""
+        """Return what may go wrong on these GPUs and is not an error yet.
+
+        ``shm``: MiB of shared memory; None: none.
+        """
         texts = []
         if self.backend == "nccl" and len(self.gpus) > 1 and (shm or 0) < SHM_MB:
             size = "is missing" if shm is None else f"has {shm} MiB"
@@ -338,9 +350,11 @@ def count_names(gpus: Sequence[Gpu]) -> str:
 
 
 def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Profile:
-    """Return the profile to run with. Raises HardwareError when the machine does not have what it
-    needs, and for
-    ``auto`` where GPUs are here, or were requested, and none can be used."""
+    """Return the profile to run with.
+
+    Raises HardwareError if the machine lacks what it needs, and for ``auto`` if GPUs are here, or
+    were requested, and none can be used.
+    """
     if name not in known:
         raise unknown("hardware", name, known, "hardware")
     if name == "auto":
@@ -372,8 +386,11 @@ def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Pr
 def settle_all(
     names: Sequence[str], known: dict[str, HardwareProfile], machine: Machine
 ) -> list[Profile]:
-    """Return the profiles of a run, the widest first. ``auto`` is all that this machine can be: its
-    GPUs, one GPU that several ranks share where there is no second one, and its CPU."""
+    """Return the profiles of a run, the widest first.
+
+    ``auto`` is all that this machine can be: its GPUs, one GPU that several ranks share if there is
+    no second one, and its CPU.
+    """
     if list(names) != ["auto"]:
         profiles = [settle(name, known, machine) for name in dict.fromkeys(names)]
         return sorted(profiles, key=lambda profile: -len(profile.gpus))
@@ -387,7 +404,7 @@ def settle_all(
 
 
 def with_every_gpu(machine: Machine) -> Machine:
-    """Return the machine as it would be if the GPUs that are left out could be used."""
+    """Return the machine as it would be if all its GPUs could be used."""
     repaired = (replace(gpu, unusable=None, mode="default") for gpu in machine.left_out)
     return replace(machine, gpus=(*machine.gpus, *repaired), left_out=())
 
@@ -411,8 +428,10 @@ def _fits(spec: HardwareProfile, gpu: Gpu) -> bool:
 
 
 def _detect_name(known: dict[str, HardwareProfile], machine: Machine) -> str:
-    """Return the largest profile that the machine fills; one that names the GPU wins over one that
-    does not."""
+    """Return the largest profile that the machine fills.
+
+    A profile of this GPU's name wins over one without a name.
+    """
     if not machine.gpus:
         if not machine.unusable:
             return "cpu"
@@ -465,8 +484,10 @@ def conditions() -> Around:
 
 
 def no_ptrace() -> str | None:
-    """Return why py-spy cannot inspect our processes (hangs are then dumped by faulthandler); None
-    when it can."""
+    """Return why py-spy cannot inspect our processes; None if it can.
+
+    faulthandler dumps hangs then.
+    """
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:
             text, reason = py_spy(child.pid)

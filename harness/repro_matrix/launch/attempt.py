@@ -1,5 +1,6 @@
-"""One attempt: what is launched, with which files, environment, time limits and command. Every
-launcher uses it.
+"""Describe one attempt: its files, environment, time limits and command.
+
+Every launcher uses it.
 
 The files of an attempt (all under ``Attempt.directory``):
 
@@ -162,8 +163,10 @@ class Attempt:
 
     @property
     def start_limit(self) -> float:
-        """Seconds until every rank must be past ``init_process_group``, or have ended; beyond it
-        the machine was too slow to tell anything about the case."""
+        """Seconds until every rank must be past ``init_process_group``, or have ended.
+
+        Beyond it the machine was too slow to show anything about the case.
+        """
         start, per_rank, _, _ = LIMITS[self.device]
         return start + per_rank * self.world_size
 
@@ -174,8 +177,10 @@ class Attempt:
         return self.deadline_s + bring_up + per_rank * self.world_size
 
     def spec(self, port: int = 0) -> Json:
-        """Return the input of a worker inside the stack. ``env`` has only the attempt's private
-        variables."""
+        """Return the input of a worker inside the stack.
+
+        ``env`` has only the attempt's private variables.
+        """
         return {
             "script": str(self.script),
             "settings": str(self.directory / "settings.json"),
@@ -193,15 +198,19 @@ class Launcher(Protocol):
     name: str
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once. Nothing of it
-        outlives this call."""
+        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once.
+
+        Nothing of it outlives this call.
+        """
 
     def close(self) -> None: ...
 
 
 def tmp_of(directory: Path) -> Path:
-    """Return TMPDIR of the attempt in ``directory``: inside it, unless its path is too long for a
-    socket."""
+    """Return TMPDIR of the attempt in ``directory``.
+
+    It is inside it, unless its path is too long for a socket.
+    """
     inside = directory / "tmp"
     if len(str(inside)) <= _MAX_TMP:
         return inside
@@ -226,8 +235,7 @@ def visible_devices(attempt: Attempt) -> dict[str, str]:
 
 
 def stack_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables that all attempts of a stack have in common: a fork server's
-    environment."""
+    """Return the variables that all attempts of a stack share: a fork server's environment."""
     hub = attempt.settings.get("model", {}).get("weights") == "hub"
     env = inherited(hub) | {
         "PYTHONUNBUFFERED": "1",
@@ -260,8 +268,9 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
 
 
 def private_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables of this attempt alone: temporary files, caches, and the token that marks
-    its processes.
+    """Return the variables of this attempt alone.
+
+    Temporary files, caches, and the token that marks its processes.
 
     None of them is read when a package is imported.
     """
@@ -313,8 +322,10 @@ def describe_exit(code: int | None) -> str:
 
 
 def cut(path: Path, limit: int = MAX_LOG) -> None:
-    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at
-    its new end."""
+    """Cut a log that has grown too long down to its tail.
+
+    The ranks append, so they continue at its new end.
+    """
     try:
         if path.stat().st_size > limit:
             with open(path, "rb") as log:
@@ -338,8 +349,7 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 
 def torchrun_line(attempt: Attempt) -> str:
-    """Return the exact command, to be run from the root of the checkout or of the user's own
-    repository."""
+    """Return the exact command, for the root of the checkout or of the user's repository."""
     if attempt.command is not None:
         return attempt.command.title
     settings, script = attempt.settings, attempt.script
@@ -391,8 +401,10 @@ def torchrun_line(attempt: Attempt) -> str:
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return a variable for the shell. Of PATH only the stack's own folder is written out: the
-    reader's own follow."""
+    """Return a variable for the shell.
+
+    Of PATH only the stack's own folder is written; ``$PATH`` follows.
+    """
     first, _, rest = value.partition(os.pathsep)
     if name == "PATH" and rest and rest == os.environ.get("PATH"):
         return f'PATH={shlex.quote(first)}{os.pathsep}"$PATH"'

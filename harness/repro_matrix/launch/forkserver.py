@@ -53,7 +53,7 @@ END_S = 15.0
 MAX_IDLE = 10
 IDLE_FREE = 4 << 30  # bytes of memory that must be free for that: each holds a few hundred MB
 
-# What differs between attempts of a user's script, and is not read when a package is imported.
+# Variables that differ between attempts of a user's script and that no import of a package reads.
 OF_SCRIPT = (
     "TMPDIR",
     "REPRO_ATTEMPT",
@@ -200,8 +200,10 @@ def spec_of(attempt: Attempt) -> Json:
 
 
 class ServerRefused(Exception):
-    """The server did not start. ``kind``: import, thread, process, cuda, launch, died or
-    stopped."""
+    """The server did not start.
+
+    ``kind``: import, thread, process, cuda, launch, died or stopped.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -286,8 +288,7 @@ class Server:
 
     @contextmanager
     def fork(self, spec_file: Path) -> Iterator[ServerProcess | Json]:
-        """Start an attempt; yield its supervisor, or the reason ({"kind", "message"}) why there is
-        none."""
+        """Start an attempt; yield its supervisor, or why there is none ({"kind", "message"})."""
         life, theirs = os.pipe()
         try:
             try:

@@ -28,11 +28,11 @@ TINY = GIB  # of a rank with a tiny model on a GPU, beyond its context
 # for its connections.
 BASE = 435 * MIB
 TOKENS = 32  # of one rank's batch (repros/repro_kit/models.py): two sequences of 16
-# A backward keeps so many elements for each token: per layer so many times its width, and of the
-# logits so many times the vocabulary. Within 7 % of what torch 2.13 keeps of Qwen 1.5 and Llama 2.
+# Elements that a backward keeps for each token: this multiple of a layer's width, and of the
+# vocabulary for the logits. Within 7 % of what torch 2.13 keeps of Qwen 1.5 and Llama 2.
 OF_WIDTH, OF_VOCABULARY = 26, 6
 
-# Where a single process computes the reference (repro_kit/reference_checks.py), the first that
+# How a single process computes the reference (repro_kit/reference_checks.py), the first that
 # fits: its two runs each on a device, side by side on the host, one after the other, or with the
 # weights on disk.
 REFERENCES = ("device", "host", "turns", "layers")
@@ -108,7 +108,7 @@ def model_sizes(settings: Mapping[str, Any]) -> ModelSizes | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is run. ``copies``: whole models that the script keeps beside it."""
+    """How a model is run. ``copies``: further whole models that the script keeps."""
 
     memory: StrategyMemory
     ranks: int

@@ -1,5 +1,7 @@
-"""Cells -> what is launched, and what is skipped with which reason; the cells of one shard.
-Pure."""
+"""Plan what is launched for each cell, what is skipped and why, and the cells of a shard.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,7 @@ class CellPlan:
 
     @property
     def skipped(self) -> str | None:
-        """The reason when nothing of the cell runs: that of its first variant, without which the
-        rest proves nothing."""
+        """The reason when nothing of the cell runs: that of its first variant."""
         return self.variants[0].skipped
 
 
@@ -213,8 +214,10 @@ class Planner:
 def needs(
     case: Case, variant: Variant, model: Model, strategy: Strategy, kinds: Sequence[str]
 ) -> list[str]:
-    """Return the packages that a variant declares, with its model and its strategy, on hardware of
-    these kinds."""
+    """Return the packages that a variant needs on hardware of these kinds.
+
+    With those of its case, its model and its strategy.
+    """
     return [
         *case.requires.packages,
         *variant.needs_on(*kinds),
@@ -230,8 +233,10 @@ def no_torch(stack: Stack) -> str:
 
 
 def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:
-    """Skip all variants where the first one is skipped: without the unfixed variant a fix proves
-    nothing."""
+    """Skip all variants if the first one is skipped.
+
+    Without the unfixed variant a fix proves nothing.
+    """
     first = variants[0].skip
     return tuple(variant if variant.skip else replace(variant, skip=first) for variant in variants)
 
@@ -241,8 +246,10 @@ def newer_release(stack: str) -> str:
 
 
 def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> VariantPlan:
-    """Skip a variant that the selection makes equal to the unfixed one (`four-ranks` with ranks=4):
-    it proves nothing."""
+    """Skip a variant that the selection makes equal to the unfixed one.
+
+    ``four-ranks`` with ranks=4 proves nothing.
+    """
     equal = {
         **variant.settings,
         "variant": unfixed.variant,
@@ -261,8 +268,10 @@ def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> Var
 def fingerprint(
     settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile
 ) -> str:
-    """Hash what a variant's result depends on: a recorded attempt with the same fingerprint need
-    not run again."""
+    """Hash what a variant's result depends on.
+
+    A recorded attempt with the same fingerprint need not run again.
+    """
     gpus = [gpu.name for gpu in profile.gpus]
     text = json.dumps(
         [settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True
@@ -292,8 +301,10 @@ def parse_shard(text: str | None) -> Shard | None:
 
 
 def select_shard(cells: Sequence[Cell], shard: Shard, seconds: Mapping[Cell, float]) -> list[Cell]:
-    """Return this shard's cells, in their order. Raises ConfigError where there are more shards
-    than cells."""
+    """Return this shard's cells, in their order.
+
+    Raises ConfigError if there are more shards than cells.
+    """
     number, count = shard
     if count > len(cells):
         raise ConfigError(

@@ -35,8 +35,10 @@ LOCKS = Path(f"/tmp/repro-matrix-gpus-{os.getuid()}")
 
 
 def _node(state: Path) -> Path:
-    """Return the folder for the locks of this machine; several machines may share the file system
-    of ``state``."""
+    """Return the folder for the locks of this machine.
+
+    Several machines may share the file system of ``state``.
+    """
     return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
@@ -68,8 +70,7 @@ def register_run(state: Path, run_id: str) -> Iterator[None]:
 
 
 def clear_leftovers(state: Path) -> list[str]:
-    """End the processes and remove the files of runs whose controller is dead; return a line for
-    each."""
+    """End the processes and remove the files of dead runs; return a line for each."""
     lines = []
     for path in sorted((_node(state) / "runs").glob("*.lock")):
         lock = _acquire(path)
@@ -111,16 +112,21 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuProblem:
-    """Why a GPU cannot be used any more. ``lost``: it failed, and what ran on it is no evidence.
-    ``left``: an ended attempt of this run still uses it."""
+    """Why a GPU cannot be used any more.
+
+    ``lost``: it failed, and what ran on it is no evidence. ``left``: an ended attempt of this run
+    still uses it.
+    """
 
     kind: Literal["lost", "left"]
     why: str
 
 
 class GpuLocks:
-    """The GPUs that this run holds, each for one attempt, or for several that share its memory: a
-    file lock per GPU. Thread-safe."""
+    """The GPUs that this run has locked, each for one attempt or for several that share it.
+
+    A file lock per GPU. Thread-safe.
+    """
 
     def __init__(self, state: Path, run_id: str, nvml: Nvml | None = None) -> None:
         """``nvml``: reports what is on a GPU; by default nothing is known."""
@@ -144,8 +150,7 @@ class GpuLocks:
             self._unlock(uuid)
 
     def acquire(self, gpus: Sequence[str], share_mb: int = 0) -> bool:
-        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for
-        others.
+        """Lock all of ``gpus`` or none, so that no run keeps some while it waits for others.
 
         A GPU on which another user's process is counts as not free. ``share_mb``: MiB of each that
         an attempt takes, where it may join others of this run; 0: it is alone on them.
@@ -173,14 +178,16 @@ class GpuLocks:
         return True
 
     def room(self) -> dict[str, int]:
-        """Return how many MiB further attempts may take on each GPU that attempts of this run share
-        now."""
+        """Return how many MiB further attempts may take on each shared GPU."""
         with self._mutex:
             return {uuid: left for uuid in self._shares if (left := self._left(uuid)) > 0}
 
     def _left(self, uuid: str) -> int:
-        """Return what is neither planned for an attempt nor in use: attempts have not yet allocated
-        all they will, and others may have come since the first one began."""
+        """Return the MiB that are neither planned for an attempt nor in use.
+
+        Attempts have not yet allocated all they will, and others may have come since the first one
+        began.
+        """
         sizes = self._shares.get(uuid)
         if not sizes or 0 in sizes:
             return 0
@@ -189,8 +196,7 @@ class GpuLocks:
         )
 
     def release(self, gpus: Sequence[str], share_mb: int = 0) -> dict[str, GpuProblem]:
-        """Unlock GPUs as soon as their memory is free; return those that this run must not use
-        again.
+        """Unlock GPUs as soon as their memory is free; return those that must not be used again.
 
         A GPU on which a process of this run remains stays locked. ``share_mb``: as they were
         acquired.
@@ -218,7 +224,7 @@ class GpuLocks:
         return problems
 
     def free(self, among: Sequence[str]) -> list[str]:
-        """Return those of ``among`` that no run holds at this moment."""
+        """Return the GPUs of ``among`` that no run has locked now."""
         free = []
         for uuid in among:
             if uuid not in self._held and (lock := _acquire_gpu(uuid)):
@@ -282,13 +288,17 @@ class GpuPool:
         return [uuid for uuid in self.all if uuid not in self.out and uuid not in self.taken]
 
     def ready(self, held: Collection[str]) -> list[str]:
-        """Return the GPUs that an attempt can start on now. ``held``: by this run's own
-        attempts."""
+        """Return the GPUs that an attempt can start on now.
+
+        ``held``: by this run's own attempts.
+        """
         return self.locks.free([uuid for uuid in self.usable() if uuid not in held])
 
     def check(self, held: Collection[str], now: float) -> set[str]:
-        """Check the health of all GPUs and the users of the free ones, every ``CHECK_S``; return
-        those, held ones too, that have just failed."""
+        """Check all GPUs every ``CHECK_S``; return those that have just failed, also locked ones.
+
+        Check the health of all and the users of the free ones.
+        """
         if now - self._checked < CHECK_S:
             return set()
         self._checked = now

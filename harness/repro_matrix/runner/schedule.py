@@ -1,5 +1,4 @@
-"""Which attempt starts next, and on which GPUs: the widest and longest first, within GPUs, cores
-and memory.
+"""Choose the attempt that starts next, and its GPUs: the widest and longest first.
 
 List scheduling: whenever something is free, the first waiting task that fits is started. Wide tasks
 (more GPUs) come first, then the longest (Graham 1969: at most 4/3 of the optimum for tasks of one
@@ -53,14 +52,14 @@ class Task:
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
     env: Mapping[str, str] = field(default_factory=dict, hash=False)  # beside the plan's
-    trace: bool = (
-        False  # it repeats a failed check of this index with a trace, and is no attempt of its own
-    )
+    trace: bool = False  # repeat a failed check of this index with a trace; not an attempt
 
 
 class Schedule:
-    """The tasks of one run, waiting and running. ``jobs``: the most attempts at once; None: as many
-    as fit."""
+    """The tasks of one run, waiting and running.
+
+    ``jobs``: the most attempts at once; None: as many as fit.
+    """
 
     def __init__(
         self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest"
@@ -115,8 +114,10 @@ class Schedule:
         return None
 
     def _has_core(self, idle: bool) -> bool:
-        """Whether the cores can take one more task. A rank on a GPU keeps a core busy: it launches,
-        and spins."""
+        """Return whether the cores can take one more task.
+
+        A rank on a GPU keeps a core busy: it launches, and spins.
+        """
         busy = sum(task.ranks if task.gpus else 1 for task in self.running)
         return busy < self.cores or (idle and len(self.running) < MOST_PER_CORE * self.cores)
 
@@ -165,7 +166,7 @@ class CpuLoad:
         self._measured, self._idle = time.monotonic(), False
 
 
-# What attempts took when they were last measured: what to expect of the next ones
+# The time and memory that attempts took when they were last measured
 
 
 class Took(NamedTuple):
@@ -188,8 +189,10 @@ def recorded(rows: Iterable[Row]) -> dict[tuple[str, str], Took]:
 
 
 def expect(known: Took | None, variant: VariantPlan) -> tuple[float, float]:
-    """Return the seconds and GiB to expect of one attempt. ``known``: what it took when it was
-    measured."""
+    """Return the seconds and GiB to expect of one attempt.
+
+    ``known``: what it took when it was measured.
+    """
     seconds = known.seconds if known else variant.expected_s or UNKNOWN_S
     planned = (
         variant.memory.host_node / GIB

@@ -1,5 +1,4 @@
-"""The fork server: import a stack's packages once, and fork the ranks of each attempt from what is
-imported.
+"""Import a stack's packages once, and fork the ranks of each attempt from what is imported.
 
     python fork_server.py [PACKAGE ...]
 
@@ -51,8 +50,10 @@ PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a supervisor for each request until the socket is closed, or this process has a second
-    thread."""
+    """Fork a supervisor for each request until the socket is closed.
+
+    Also end if this process has a second thread.
+    """
     server = os.getpid()
     # Supervisors, and orphans of killed ones, leave no zombies. Ranks have the handler that an
     # import installed.
@@ -116,8 +117,9 @@ def main(packages: list[str]) -> int:
 
 
 class Supervisor:
-    """Run one attempt in its own process; ``run`` is called right after the fork and ends the
-    process.
+    """Run one attempt in its own process.
+
+    ``run`` is called right after the fork and ends the process.
 
     The order matters: the server has one thread, the supervisor forks every rank while it still has
     one, and only then starts the ranks' store, whose threads no rank inherits. The ranks wait for
@@ -194,8 +196,10 @@ class Supervisor:
         return [rank["pid"] for rank in self.ranks if rank["terminated_by"] is None]
 
     def _wait(self) -> None:
-        """Wait until every rank has ended, TERM arrives, or a rank failed and the others have had
-        their grace."""
+        """Wait until every rank has ended, or TERM arrives.
+
+        If a rank fails, the others get a grace.
+        """
         limit: float | None = None
         while self._reap() and self._running():
             if limit is None and any(rank["exit_code"] or rank["signal"] for rank in self.ranks):
@@ -291,8 +295,10 @@ def run_rank(
 
 
 def torchrun_variables(rank: int, world_size: int, run_id: str) -> dict[str, str]:
-    """Return what torchrun puts into a rank's environment (MASTER_PORT follows when the store is
-    up)."""
+    """Return what torchrun puts into a rank's environment.
+
+    MASTER_PORT follows when the store is up.
+    """
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
@@ -323,8 +329,10 @@ def reset_state() -> None:
 
 
 def install_hooks(folder: str) -> None:
-    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the
-    server's own modules."""
+    """Record this rank of a user's script as worker/hooks does in a new interpreter.
+
+    Hide the server's own modules.
+    """
     found = importlib.util.spec_from_file_location(
         "repro_hooks", os.path.join(folder, "sitecustomize.py")
     )
@@ -336,8 +344,10 @@ def install_hooks(folder: str) -> None:
 
 
 def run_script(script: str, arguments: list[str]) -> int:
-    """Run the script as ``python script arguments`` would. It is read now, so that an edit takes
-    effect."""
+    """Run the script as ``python script arguments`` would.
+
+    It is read now, so that an edit takes effect.
+    """
     sys.argv = [script, *arguments]
     added = [
         path

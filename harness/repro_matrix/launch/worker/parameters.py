@@ -1,5 +1,6 @@
-"""Describe the parameters that a user's script has trained, as its rank ends: what `repro run
---check` compares.
+"""Describe the parameters that a user's script has trained, as its rank ends.
+
+`repro run --check` compares them.
 
 They are those that an optimizer of torch stepped on. They stay in memory until the end, so that
 those of a function that has returned are seen, too. Their gradients do not: each step replaces sums
@@ -38,8 +39,10 @@ errors: list[str] = []  # why gradients are unknown
 
 
 def watch(optimizers: Any) -> None:
-    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer. torch before
-    2.0 has no hook."""
+    """Watch the steps of all optimizers.
+
+    optimizers: the module torch.optim.optimizer. torch before 2.0 has no hook.
+    """
     no_compile = getattr(
         optimizers.torch, "_disable_dynamo", lambda hook: hook
     )  # for torch.compile(optimizer.step)
@@ -47,8 +50,10 @@ def watch(optimizers: Any) -> None:
 
 
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Remember an optimizer's parameters, while their modules are alive, and sums of the gradients
-    that it used."""
+    """Remember an optimizer's parameters and sums of the gradients that it used.
+
+    Their modules are alive now.
+    """
     found = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     distributed = sys.modules["torch"].distributed
     grouped = distributed.is_available() and distributed.is_initialized()
@@ -67,8 +72,10 @@ def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def bit_sums(gradient: Any) -> Any:
-    """Return the sums of each column's and each row's bits: equal in any order of addition. The
-    device computes them later."""
+    """Return the sums of each column's and each row's bits, equal in any order of addition.
+
+    The device computes them later.
+    """
     torch = sys.modules["torch"]
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -131,8 +138,10 @@ def values(tensor: Any) -> Any:
 
 
 def describe() -> dict[str, Any]:
-    """Return the name, shape and hash of each parameter on this rank, and whether it and its
-    gradient are finite; or why there is none."""
+    """Return each parameter's name, shape and hash on this rank, and whether it is finite.
+
+    And of its gradient; or why there is none.
+    """
     if not stepped:
         where = "in the rank's own process; those that it spawns are not watched"
         return {"missing": f"no optimizer of torch has stepped {where}"}

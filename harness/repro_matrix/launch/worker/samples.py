@@ -1,5 +1,6 @@
-"""Record the samples that a user's script trains on: `repro run --check data` compares them
-(launch/sample_checks.py).
+"""Record the samples that a user's script trains on.
+
+`repro run --check data` compares them (launch/sample_checks.py).
 
 An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate,
 torchdata), that yields the last batch before an optimizer's step, or batches before several steps.
@@ -198,8 +199,10 @@ def install(dataloader: Any) -> None:
 
 
 def install_accelerate(module: Any) -> None:
-    """Watch accelerate's loaders, which hold one of torch and fetch a batch ahead. module:
-    accelerate.data_loader."""
+    """Watch accelerate's loaders, which contain one of torch and fetch a batch ahead.
+
+    module: accelerate.data_loader.
+    """
     for name in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"):
         loader = getattr(module, name, None)
         if loader is not None:
@@ -284,8 +287,10 @@ def drawing_indices(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def watch_steps(optimizers: Any) -> None:
-    """Mark what was trained on. optimizers: the module torch.optim.optimizer. torch before 2.0 has
-    no such hook."""
+    """Mark what was trained on.
+
+    optimizers: the module torch.optim.optimizer. torch before 2.0 has no such hook.
+    """
     no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
     getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 
