@@ -3,10 +3,6 @@
 ``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never raise: what a GPU or
 driver does not report (no permission, not supported) counts as unknown. A GPU is not usable if NVML
 reports nothing about it, that it has failed, or that it must be reset.
-
-``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
-raise: what a GPU or driver does not report (no permission, not supported) counts as unknown, and a
-GPU of which NVML says nothing at all, or that it has failed or must be reset, is not usable.
 """
 
 from __future__ import annotations

@@ -174,9 +174,6 @@ def overlay_of(
 
     None if that is not possible: another torch, too many packages, or one that would have to be
     removed.
-
-    None where that is not possible: another torch, too many packages, or one that would have to be
-    removed.
     """
     torch = versions.get("torch", "")
     pins = (

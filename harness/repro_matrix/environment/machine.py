@@ -1,9 +1,6 @@
 """Detect the machine (usable GPUs, cores, memory) and choose the hardware profile.
 
 At the end: shared memory, writable folders, and whether py-spy can inspect hung ranks.
-
-At the end: what else a run depends on (shared memory, writable folders, whether py-spy can inspect
-hung ranks).
 """
 
 from __future__ import annotations

@@ -163,8 +163,6 @@ def version_differences(
     """Return the packages whose versions differ, the usual causes of failures first.
 
     "" if one is missing. What torch brings with it moves with torch, and Python is not a package.
-
-    What torch brings with it moves with torch, and Python is not a package.
     """
     return {
         name: (good.get(name, ""), bad.get(name, ""))
