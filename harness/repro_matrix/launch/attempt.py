@@ -18,6 +18,7 @@ The files of an attempt (all under ``Attempt.directory``):
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -352,47 +353,31 @@ def torchrun_line(attempt: Attempt) -> str:
     """Return the exact command, for the root of the checkout or of the user's repository."""
     if attempt.command is not None:
         return attempt.command.title
-    settings, script = attempt.settings, attempt.script
+    settings, model, script = attempt.settings, attempt.settings["model"], attempt.script
     env = dict(attempt.env)
     if attempt.kit is not None:
         env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
-    prefix = (
-        ["env", *(_assignment(name, value) for name, value in sorted(env.items()))] if env else []
-    )
+    prefix = ["env", *itertools.starmap(_assignment, sorted(env.items()))] if env else []
     same = os.path.abspath(attempt.python) == os.path.abspath(sys.executable)
     words = ["torchrun"] if same else [attempt.python, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
-    names = {
-        "case": settings["case"],
-        "model": settings["model"]["slug"],
-        "strategy": settings["strategy"]["slug"],
-        **{group: _from_root(file) for group, file in attempt.files.items()},
+    files = {group: _from_root(file) for group, file in attempt.files.items()}
+    shared = script.stem != settings["case"].replace("-", "_")  # by several cases
+    options = {
+        "case": files.get("case", settings["case"] if shared else None),
+        "variant": settings["variant"],
+        "model": files.get("model", model["slug"]),
+        "strategy": files.get("strategy", settings["strategy"]["slug"]),
+        "scale": "full" if model.get("scale") == "full" else None,
+        "weights": "hub" if model.get("weights") == "hub" else None,
+        "device": attempt.device,
+        "steps": settings["steps"],
+        "seed": settings["seed"],
     }
-    if "case" in attempt.files or script.stem != settings["case"].replace(
-        "-", "_"
-    ):  # several cases share the script
-        words += ["--case", names["case"]]
-    words += [
-        "--variant",
-        settings["variant"],
-        "--model",
-        names["model"],
-        "--strategy",
-        names["strategy"],
-    ]
-    for name, default in (("scale", "tiny"), ("weights", "random")):
-        value = settings["model"].get(name, default)
-        words += [f"--{name}", value] if value != default else []
-    words += [
-        "--device",
-        attempt.device,
-        "--steps",
-        str(settings["steps"]),
-        "--seed",
-        str(settings["seed"]),
-    ]
     if attempt.device == "cuda" and settings["devices"] < attempt.world_size:  # they share a GPU
-        words += ["--backend", attempt.backend, "--devices", str(settings["devices"])]
+        options |= {"backend": attempt.backend, "devices": settings["devices"]}
+    for name, value in options.items():
+        words += [f"--{name}", str(value)] if value is not None else []
     for name, value in settings["flags"].items():
         # The script reads the value as YAML: write a plain string as it is, anything else as JSON.
         plain = isinstance(value, str) and yaml.safe_load(value) == value
