@@ -254,9 +254,8 @@ class Pynvml:
 
     def state(self, uuid: str) -> GpuState:
         lib, handle = self.lib, self._ask("nvmlDeviceGetHandleByUUID", uuid)
-        memory = self._ask(
-            "nvmlDeviceGetMemoryInfo", handle
-        )  # a GPU that fell off the bus fails here
+        # a GPU that fell off the bus fails here
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         # Version 2 of the call excludes what the driver takes for itself (half a GiB on an H100).
         version = getattr(lib, "nvmlMemory_v2", None)
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=version) or memory
@@ -278,9 +277,8 @@ class Pynvml:
                 " whole GPUs"
             )
             return f"{why}: nvidia-smi -mig 0 ends it"
-        action = getattr(
-            self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None
-        )  # drivers from r570 on
+        # drivers from r570 on
+        action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         values = (
             self._optional("nvmlDeviceGetFieldValues", handle, [action])
             if action is not None
@@ -399,14 +397,12 @@ class Nvml:
     def __init__(self, gpus: Iterable[str]) -> None:
         self.gpus = list(gpus)
         self._driver: Pynvml | None = None
-        self._unwatched: str | None = (
-            None  # why NVML could not be opened: nothing may run on GPUs then
-        )
+        # why NVML could not be opened: nothing may run on GPUs then
+        self._unwatched: str | None = None
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
-        self.program_errors: dict[
-            str, set[int]
-        ] = {}  # uuid -> Xids of APPLICATION_XIDS, until they are taken
+        # uuid -> Xids of APPLICATION_XIDS, until they are taken
+        self.program_errors: dict[str, set[int]] = {}
 
     def __enter__(self) -> Nvml:
         if self.gpus:

@@ -57,9 +57,8 @@ class Machine:
     # none.
     unusable: tuple[str, ...] = ()
     hidden: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
-    shell: tuple[
-        str, ...
-    ] = ()  # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
+    # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
+    shell: tuple[str, ...] = ()
     nccl_files: tuple[str, ...] = ()  # files from which NCCL takes variables
     free_gb: float | None = None  # of memory_gb, not used by any process now; None: unknown
 
@@ -94,9 +93,8 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     except DriverError as caught:
         error = caught
     text = env.get(VISIBLE_DEVICES)
-    if (
-        gpus and text is None
-    ):  # a batch system that gives a job some of the GPUs shows the devices of all, and sets it
+    # a batch system that gives a job some of the GPUs shows the devices of all, and sets it
+    if gpus and text is None:
         gpus = (*gpus, *_uncounted(len(gpus), root))
     asks_for_none = text is not None and text.strip() in _NO_GPU
     shown, problem = (
@@ -260,9 +258,8 @@ def cgroup_used(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
             line.split()
             for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
         )
-        return max(
-            0, current - int(stat.get("file", 0)) + int(stat.get("shmem", 0))
-        )  # /dev/shm cannot be dropped
+        # /dev/shm cannot be dropped
+        return max(0, current - int(stat.get("file", 0)) + int(stat.get("shmem", 0)))
     return 0
 
 
@@ -359,9 +356,8 @@ def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Pr
     spec = known[name]
     if spec.accelerator == "cpu":
         return Profile(name, "cpu", "gloo")
-    fitting = sorted(
-        (gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.busy
-    )  # else as listed
+    # else as listed
+    fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.busy)
     exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
     if exclusive or len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} GPU" if spec.gpu_name else "GPU"
@@ -462,9 +458,8 @@ def shm_mb(path: Path = Path("/dev/shm")) -> int | None:
 def unwritable(folder: Path) -> str | None:
     """Return why a folder cannot be written to, or created; None when it can."""
     existing = folder
-    while (
-        not os.path.lexists(existing) and existing != existing.parent
-    ):  # Path.exists raises without permission
+    # Path.exists raises without permission
+    while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return None

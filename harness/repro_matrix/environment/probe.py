@@ -119,9 +119,8 @@ def _all_reduce(
         ]
         answers = _run(stack, folder, ranks, envs)
     problems = [str(answer["error"]) for answer in answers if answer.get("error")]
-    failed = [
-        answer for answer in answers if answer.get("failed") and not problems
-    ]  # else ended for it
+    # else ended for it
+    failed = [answer for answer in answers if answer.get("failed") and not problems]
     problems += [f"a rank {answer['failed']}" for answer in failed if not answer.get("hangs")]
     problems += [f"it hangs (at: {answer.get('stage')}, {answer['failed']})" for answer in failed]
     return next(iter(problems), None)
@@ -169,15 +168,13 @@ def _run(
             now = time.monotonic()
             if (at := [answer.get("stage") for answer in answers]) != stages:
                 stages, since = at, now
-            limit = max(
-                _limit(at[number]) for number in alive
-            )  # a rank may wait for one that is slower
+            # a rank may wait for one that is slower
+            limit = max(_limit(at[number]) for number in alive)
             if now - since > limit:
                 late = f"was not done after {limit:g} s"
                 break
-            if (
-                len(running) == 1 and now - max(since, said) > NEWS_S
-            ):  # the ranks of pairs would say the same
+            # the ranks of pairs would say the same
+            if len(running) == 1 and now - max(since, said) > NEWS_S:
                 log(
                     f"stack {stack.name}: {at[alive[0]] or 'starting python'} has taken"
                     f" {now - since:.0f} s so far"
@@ -360,9 +357,8 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
             *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]],
         ]
         pairs += [(uuid.removeprefix("GPU-"), gpu.uuid.removeprefix("GPU-"))]
-        if any(
-            one and other and one != other for one, other in pairs
-        ):  # another order: other GPUs than the locked
+        # another order: other GPUs than the locked
+        if any(one and other and one != other for one, other in pairs):
             sees = f"it sees {name} (compute capability {capability}, {uuid or 'UUID unknown'})"
             have = f"{gpu.name} ({gpu.capability}, {gpu.uuid})"
             return f"{sees}, where NVML has GPU {gpu.index}: {have}", False

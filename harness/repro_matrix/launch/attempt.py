@@ -47,13 +47,11 @@ PARENT_TOKEN = (  # pid that a worker must have as its parent: it ends if that o
     "REPRO_PARENT"
 )
 
-QUIET_IMPORTS = {
-    "JE_ARROW_MALLOC_CONF": "background_thread:false"
-}  # else importing pyarrow starts a thread
+# else importing pyarrow starts a thread
+QUIET_IMPORTS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
-_MAX_TMP = (
-    60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
-)
+# a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
+_MAX_TMP = 60
 MAX_LOG = 64 << 20  # bytes; a rank that prints without limit must not fill the disk
 KEPT_TAIL = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
@@ -79,30 +77,24 @@ class Attempt:
     python: str  # interpreter of the stack
     world_size: int
     deadline_s: float  # for its work: from when every rank is past init_process_group
-    env: dict[str, str] = field(
-        default_factory=dict
-    )  # of the stack, the case, the run's setting and the variant
+    # of the stack, the case, the run's setting and the variant
+    env: dict[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
     visible: tuple[str, ...] = ()  # how CUDA_VISIBLE_DEVICES names them (Gpu.visible)
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
     cold_start_reason: str | None = None  # why this attempt must start with torchrun
-    stack_cache: Path | None = (
-        None  # caches that belong to the stack: compiled extensions, HF_HOME, remote code
-    )
+    # caches that belong to the stack: compiled extensions, HF_HOME, remote code
+    stack_cache: Path | None = None
     kit: Path | None = None  # the kit's folder, when that is not beside the script
-    files: Mapping[str, Path] = field(
-        default_factory=dict
-    )  # of its case, model, strategy, where they are not shipped
-    command: AdhocCase | None = (
-        None  # a user's own command line (launch/torchrun.py), instead of the script
-    )
-    trace: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables of its trace (worker/tracer); empty: none
-    references: Path | None = (
-        None  # where attempts of this run share their references (repro_kit/reference.py)
-    )
+    # of its case, model, strategy, where they are not shipped
+    files: Mapping[str, Path] = field(default_factory=dict)
+    # a user's own command line (launch/torchrun.py), instead of the script
+    command: AdhocCase | None = None
+    # variables of its trace (worker/tracer); empty: none
+    trace: Mapping[str, str] = field(default_factory=dict)
+    # where attempts of this run share their references (repro_kit/reference.py)
+    references: Path | None = None
 
     @property
     def records(self) -> Path:
@@ -157,9 +149,8 @@ class Attempt:
             "world_size": self.world_size,
             "device": self.device,
             "backend": self.backend,
-            "limit_s": (
-                self.start_limit + self.work_limit
-            ),  # when it ends, whatever happens; NCCL's own limits are longer
+            # when it ends, whatever happens; NCCL's own limits are longer
+            "limit_s": self.start_limit + self.work_limit,
         }
 
     @property

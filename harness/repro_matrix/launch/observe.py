@@ -45,9 +45,8 @@ DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
 EITHER: DeviceError = "gpu_or_program"
 TAIL_LINES, TAIL_BYTES = 60, 8192
 
-_CONTROL = re.compile(
-    r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]"
-)  # characters that break a terminal or an XML report
+# characters that break a terminal or an XML report
+_CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")
 _DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(
@@ -114,9 +113,8 @@ def _observed(
         "started": watched.started,
         "ended": watched.ended,
         "wall_s": round(watched.ended - watched.started, 3),
-        "cpu_s": max(
-            watched.cpu_s, launch.get("cpu_s", 0.0)
-        ),  # the worker's own figure includes ended processes
+        # the worker's own figure includes ended processes
+        "cpu_s": max(watched.cpu_s, launch.get("cpu_s", 0.0)),
         "deadline_s": attempt.deadline_s,
         "timed_out": watched.timed_out,
         "startup_s": watched.startup_s,
@@ -140,9 +138,8 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     record, invalid = read_record(attempt.records / f"rank-{rank}.json")
     samples = watched.samples.get(rank, [])
     stack = samples[-1].backtrace if samples else watched.stacks.get(rank)
-    crash = tail(
-        attempt.records / f"stacks-{rank}.txt", lines=200
-    )  # by faulthandler, when a signal ended the rank
+    # by faulthandler, when a signal ended the rank
+    crash = tail(attempt.records / f"stacks-{rank}.txt", lines=200)
     result = {
         "rank": rank,
         "pid": entry.get("pid"),

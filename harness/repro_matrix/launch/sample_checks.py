@@ -17,9 +17,8 @@ from typing import Any
 from repro_matrix.text import counted, list_ranks, list_some
 
 Json = dict[str, Any]
-DUPLICATES = (
-    0.01  # share of samples with the content of another one that data sets are expected to have
-)
+# share of samples with the content of another one that data sets are expected to have
+DUPLICATES = 0.01
 ALL = 0.9  # share from which all samples occur several times, but for a rest
 
 

@@ -39,9 +39,8 @@ from repro_matrix.records.attempt import Collectives
 
 # a rank's monitor thread answers in milliseconds, unless another thread keeps the GIL
 ANSWER_S = 1.0
-FRAMES_S = (
-    30.0  # ... and its torch may import for seconds before it can report the frames of a call
-)
+# ... and its torch may import for seconds before it can report the frames of a call
+FRAMES_S = 30.0
 RECORDERS = (
     "dump_nccl_trace_json",
     "fr_trace_json",
@@ -242,9 +241,8 @@ def _request(records: Path, rank: int, name: str) -> bytes:
     ):
         try:
             link.settimeout(ANSWER_S)
-            link.connect(
-                f"/proc/self/fd/{folder}/recorder-{rank}"
-            )  # the whole path may be too long
+            # the whole path may be too long
+            link.connect(f"/proc/self/fd/{folder}/recorder-{rank}")
             connection.sock = link
             connection.request("POST", f"/handler/{name}")
             return connection.getresponse().read()

@@ -207,9 +207,8 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
             continue
         record["done"] = rank["exit_code"] == 0
         raised = record["exception"]
-        if (
-            raised and raised["type"] == "ProcessRaisedException"
-        ):  # torch.multiprocessing: with the child's traceback
+        # torch.multiprocessing: with the child's traceback
+        if raised and raised["type"] == "ProcessRaisedException":
             inner = tracebacks(raised["message"])
             record["exception"] = (
                 {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
@@ -217,9 +216,8 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
     add_checks([rank["record"] for rank in ranks if rank["record"]], command.checks)
     logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
     observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
-    for item in observation["printed"][
-        "log"
-    ]:  # a line that was printed counts as one that was logged
+    # a line that was printed counts as one that was logged
+    for item in observation["printed"]["log"]:
         record = next(
             (
                 rank["record"]

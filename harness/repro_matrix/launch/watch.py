@@ -35,9 +35,8 @@ QUIET_S = 3.0  # ranks that used no CPU time for so long are sampled
 QUIET_CPU = 0.04
 # after samples without a hang; ranks that wait on a GPU keep a core busy: they are sampled so often
 EVERY_S = 10.0
-TRIES = (
-    8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
-)
+# pairs of samples at the deadline, at most: on a machine under load several may tell nothing
+TRIES = 8
 
 
 @dataclass
@@ -51,17 +50,14 @@ class Watched:
     deadlock: str | None = None  # ... before its deadline: why its ranks could not go on
     startup_s: float | None = None  # from the start until every rank was past its start
     limit_s: float = 0.0  # the time limit that applied at the end
-    samples: dict[int, list[Sample]] = field(
-        default_factory=dict
-    )  # of ranks, at a hang or the deadline
+    # of ranks, at a hang or the deadline
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
     interrupted: bool = False
-    running: set[int] = field(
-        default_factory=set
-    )  # ranks that still ran when the controller began to end the attempt
+    # ranks that still ran when the controller began to end the attempt
+    running: set[int] = field(default_factory=set)
     stacks: dict[int, str] = field(default_factory=dict)
-    leaked_processes: list[str] = field(
-        default_factory=list
-    )  # what had to be ended although the attempt had finished
+    # what had to be ended although the attempt had finished
+    leaked_processes: list[str] = field(default_factory=list)
     cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
@@ -116,9 +112,8 @@ class Watch:
                 self._end_early(finished)
         finally:
             self._end_rest()  # even if the controller itself fails, nothing of the attempt stays
-        result.ended = (
-            result.started + time.monotonic() - self._began
-        )  # the clock may have been set meanwhile
+        # the clock may have been set meanwhile
+        result.ended = result.started + time.monotonic() - self._began
         result.cpu_s = round(sum(self._cpu.values()), 3)
         return result
 

@@ -266,9 +266,8 @@ def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | Non
     ranks = variant.world_size or cell.ranks
     devices = 1 if profile.shared else first(variant.devices, case.launch.devices, ranks)
     strategy = catalogue.strategies[variant.strategy or cell.strategy]
-    if (
-        "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys()
-    ):  # the stack's releases are not known here
+    # the stack's releases are not known here
+    if "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys():
         return (
             f"strategy {strategy.slug} shares a GPU with some releases only: name"
             f" hardware={profile.name}"

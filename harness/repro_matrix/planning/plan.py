@@ -48,9 +48,8 @@ class VariantPlan:
     skip: Skip | None
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known
-    share_mb: int = (
-        0  # of a GPU on which other attempts may run at the same time; 0: it needs its GPUs alone
-    )
+    # of a GPU on which other attempts may run at the same time; 0: it needs its GPUs alone
+    share_mb: int = 0
     expected_s: float | None = None  # how long it takes at full size, roughly
     code: str = ""  # what its ranks execute, hashed when it was planned
 

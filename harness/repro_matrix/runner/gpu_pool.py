@@ -133,13 +133,11 @@ class GpuLocks:
         self.state = state
         self.run_id = run_id
         self._nvml = nvml or Nvml([])
-        self._held: dict[
-            str, FileLock
-        ] = {}  # in use, or not released because a process of this run is still on it
+        # in use, or not released because a process of this run is still on it
+        self._held: dict[str, FileLock] = {}
         self._before: dict[str, GpuState] = {}
-        self._shares: dict[
-            str, list[int]
-        ] = {}  # MiB that each attempt on a GPU may take; 0: all of it
+        # MiB that each attempt on a GPU may take; 0: all of it
+        self._shares: dict[str, list[int]] = {}
         self._mutex = threading.Lock()
 
     def __enter__(self) -> GpuLocks:
@@ -163,9 +161,8 @@ class GpuLocks:
             locks = {uuid: None if uuid in self._held else _acquire_gpu(uuid) for uuid in gpus}
             before: dict[str, GpuState] = {}
             if None not in locks.values() and gpus:
-                clear_leftovers(
-                    self.state
-                )  # the previous holder may have been killed while its ranks were at work
+                # the previous holder may have been killed while its ranks were at work
+                clear_leftovers(self.state)
                 before = {uuid: self._nvml.look(uuid) for uuid in gpus}
             acquired = {uuid: lock for uuid, lock in locks.items() if lock is not None}
             if len(acquired) < len(locks) or any(map(stranger, before.values())):

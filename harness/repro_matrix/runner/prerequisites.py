@@ -79,9 +79,8 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
     env = stack_environment(attempt)
     if not uuids:
         return probe.run_probe(stack, None, env)
-    exclusive = any(
-        gpu.mode.startswith("exclusive") for gpu in profile.gpus
-    )  # one process at a time on each
+    # one process at a time on each
+    exclusive = any(gpu.mode.startswith("exclusive") for gpu in profile.gpus)
     # NVML stays open: without persistence mode the driver would start the GPUs anew for each
     # process.
     with GpuLocks(cache_dir() / "state", run_id) as locks, Nvml(uuids) as nvml:

@@ -25,9 +25,8 @@ from repro_matrix.results.rows import Row
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together
-OTHER_USER_S = (
-    60.0  # when nothing else is left to do: how long another user's process is waited for
-)
+# when nothing else is left to do: how long another user's process is waited for
+OTHER_USER_S = 60.0
 # between two measurements of the load: an attempt that has just started needs that long to show
 LOAD_S = 0.15
 UNKNOWN_S = 10.0  # expected of an attempt of which nothing was ever measured
@@ -44,9 +43,8 @@ class Task:
     seconds: float
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
-    share_mb: int = (
-        0  # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
-    )
+    # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
+    share_mb: int = 0
     ranks: int = 1
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
@@ -67,9 +65,8 @@ class Schedule:
         self.cores, self.memory_gb, self.jobs, self.order = cores, memory_gb, jobs, order
         self.waiting: list[Task] = []
         self.running: list[Task] = []
-        self._blocked: float | None = (
-            None  # since when nothing can start because other users have the GPUs
-        )
+        # since when nothing can start because other users have the GPUs
+        self._blocked: float | None = None
 
     def add(self, tasks: Iterable[Task]) -> None:
         self.waiting += tasks

@@ -110,9 +110,8 @@ class Stack:
     # what the overlay changes: package -> (its version in the base, "" where it is new; its version
     # in the overlay)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
-    compiled: str = (
-        ""  # key of the stack whose compiled extensions serve this one too; default: its own
-    )
+    # key of the stack whose compiled extensions serve this one too; default: its own
+    compiled: str = ""
     # package that cannot be used here -> reason
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
     # what its torch reports about this machine's GPUs (environment/probe.py); {} where it was not
@@ -283,9 +282,8 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("python", f"the interpreter {python} does not run: {error}") from None
     version, packages, folders = json.loads(answers[0])
-    versions = {
-        canonical(name): release for name, release in reversed(packages) if name
-    }  # the first folder wins
+    # the first folder wins
+    versions = {canonical(name): release for name, release in reversed(packages) if name}
     return {"python": version, **dict(sorted(versions.items()))}, tuple(
         map(Path, dict.fromkeys(folders))
     )
@@ -293,15 +291,13 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
 
 def existing(name: str, python: str) -> Stack:
     """Return an existing environment as a stack. Raises StackError."""
-    path = os.path.abspath(
-        os.path.expanduser(python)
-    )  # not resolved: a venv's python is a link, and the link matters
+    # not resolved: a venv's python is a link, and the link matters
+    path = os.path.abspath(os.path.expanduser(python))
     if os.path.isdir(path):
         path = os.path.join(path, "bin", "python")
     versions = inspect_python(path)[0]
-    shown = {
-        package: versions[package] for package in RELEVANT if package in versions
-    }  # not ruff, pip, uv ...
+    # not ruff, pip, uv ...
+    shown = {package: versions[package] for package in RELEVANT if package in versions}
     content = short_hash("current", json.dumps(shown)) if name == "current" else ""
     return Stack(
         name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content
@@ -329,9 +325,8 @@ def with_changes(stack: Stack) -> Stack:
     Earlier results are not of this one.
     """
     overlays = [change for folder in stack.path for change in _changes_in(Path(folder))]
-    base = [
-        change for change in changes(stack.python) if change.package not in stack.moved
-    ]  # else an overlay hides it
+    # else an overlay hides it
+    base = [change for change in changes(stack.python) if change.package not in stack.moved]
     if not (everything := [*overlays, *base]):
         return stack
     digest = short_hash(*(f"{change.note} {change.digest}" for change in everything))

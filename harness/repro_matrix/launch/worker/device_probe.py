@@ -65,9 +65,8 @@ def devices(torch: Any, touch: set[int]) -> None:
         try:
             result["name"] = torch.cuda.get_device_name(index)
             result["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(index))
-            result["uuid"] = str(
-                getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            )  # torch >= 2.5
+            # torch >= 2.5
+            result["uuid"] = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
             if index in touch:
                 compute(torch, index)
         except BaseException as error:

@@ -34,9 +34,8 @@ from typing import Any, Callable
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 # for the ranks that the fork server ends because another one failed (elastic's limit: 30 s)
 TERM_GRACE_S = 3.0
-ORPHAN_GRACE_S = (
-    1.0  # helpers of a rank (resource tracker, fork server) end by themselves shortly after it
-)
+# helpers of a rank (resource tracker, fork server) end by themselves shortly after it
+ORPHAN_GRACE_S = 1.0
 KILL_S = 5.0  # for killed processes to vanish
 POLL_S = 0.05  # for the ranks of a user's command
 QUOTED_LINES = 12  # of a user's launcher, in an error

@@ -73,9 +73,8 @@ def serve(requests: socket.socket) -> None:
                 ).run()
             finally:
                 os._exit(70)  # the supervisor must never return into the server's loop
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the controller does not want the attempt any more
+        # the controller does not want the attempt any more
+        with contextlib.suppress(BrokenPipeError):
             os.write(fds[0], str(pid).encode())
         os.close(fds[0])
 
@@ -86,9 +85,8 @@ def main(packages: list[str]) -> int:
         os.dup2(null.fileno(), 0)  # imported packages can no longer read the requests
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # an ignored signal would stay ignored, as in elastic.become_rank
+        # an ignored signal would stay ignored, as in elastic.become_rank
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -156,9 +154,8 @@ class Supervisor:
 
     def _start(self) -> None:
         elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
-        elastic.prctl(
-            elastic.PR_SET_PDEATHSIG, signal.SIGTERM
-        )  # when the server dies: end the ranks in order
+        # when the server dies: end the ranks in order
+        elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self.server:
             os._exit(1)
         os.setsid()
@@ -186,9 +183,8 @@ class Supervisor:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.answer["port"] = self.store.port
         for send in ports:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # that rank has already ended; it is reaped below
+            # that rank has already ended; it is reaped below
+            with contextlib.suppress(BrokenPipeError):
                 os.write(send, str(self.store.port).encode())
             os.close(send)
 
@@ -280,9 +276,8 @@ def run_rank(
             install_hooks(spec["hooks"])
         code = run_script(spec["script"], spec.get("arguments", ["--settings", spec["settings"]]))
     except BaseException:
-        sys.audit(
-            "sys.excepthook", sys.excepthook, *sys.exc_info()
-        )  # as an interpreter that ends does
+        # as an interpreter that ends does
+        sys.audit("sys.excepthook", sys.excepthook, *sys.exc_info())
         traceback.print_exc()
     finally:
         if "hooks" in spec:

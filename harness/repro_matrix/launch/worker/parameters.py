@@ -28,9 +28,8 @@ stepped: dict[int, Any] = {}  # id -> parameter
 names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
 steps: Any = weakref.WeakKeyDictionary()  # optimizer -> its steps
-used: dict[
-    int, tuple[int, Any]
-] = {}  # id of a parameter -> the last step with a gradient, its bit sums
+# id of a parameter -> the last step with a gradient, its bit sums
+used: dict[int, tuple[int, Any]] = {}
 # id -> shape, bit sums, whether finite, and a reference; of modules that are trained
 frozen: dict[int, tuple[Any, Any, Any, Any]] = {}
 others: set[int] = set()  # ids of parameters that are in neither
@@ -43,9 +42,8 @@ def watch(optimizers: Any) -> None:
 
     optimizers: the module torch.optim.optimizer. torch before 2.0 has no hook.
     """
-    no_compile = getattr(
-        optimizers.torch, "_disable_dynamo", lambda hook: hook
-    )  # for torch.compile(optimizer.step)
+    # for torch.compile(optimizer.step)
+    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
     getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 
 
@@ -114,9 +112,8 @@ def remember(found: dict[int, Any]) -> None:
                     fixed[key] = parameter
     for key, parameter in fixed.items() if not sharded else ():
         if key not in frozen and not getattr(parameter, "_ddp_ignored", False):
-            with contextlib.suppress(
-                Exception
-            ):  # a layout without these operations: it is not compared
+            # a layout without these operations: it is not compared
+            with contextlib.suppress(Exception):
                 content = local(parameter)
                 finite = torch.isfinite(content).all()
                 frozen[key] = (

@@ -75,9 +75,8 @@ def preload(packages: list[str]) -> None:
     sys.meta_path.insert(0, importing)  # type: ignore[arg-type]
     try:
         for number, (name, required) in enumerate(wanted):
-            if number == len(
-                BASE
-            ):  # dynamo, which knows torch's functions by identity, has the real ones
+            # dynamo, which knows torch's functions by identity, has the real ones
+            if number == len(BASE):
                 gpus.replace()
             try:
                 importlib.import_module(name)
@@ -95,9 +94,8 @@ def preload(packages: list[str]) -> None:
     finally:
         sys.meta_path.remove(importing)  # type: ignore[arg-type]
         gpus.restore()
-    if in_child(
-        sys.modules["torch"].cuda._is_in_bad_fork
-    ):  # some queries have that effect and initialise nothing
+    # some queries have that effect and initialise nothing
+    if in_child(sys.modules["torch"].cuda._is_in_bad_fork):
         raise Refused(
             "cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks"
         )
@@ -114,9 +112,8 @@ class Importing:
         self.file = os.open("importing", os.O_WRONLY | os.O_CREAT, 0o600)
         self.last = ""
         older = "there before the first import, from a .pth file or sitecustomize"
-        self.started = dict.fromkeys(
-            [*threads(), *map(str, elastic.children())], older
-        )  # thread or process -> origin
+        # thread or process -> origin
+        self.started = dict.fromkeys([*threads(), *map(str, elastic.children())], older)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         self._note()
@@ -178,9 +175,8 @@ class GpuQueries:
     def __init__(self) -> None:
         self.server = os.getpid()
         self.replaced: list[tuple[Any, str, Any]] = []
-        self.differ = (
-            False  # whether the properties of one GPU were read, and others have other ones
-        )
+        # whether the properties of one GPU were read, and others have other ones
+        self.differ = False
 
     def replace(self) -> None:
         cuda = sys.modules["torch"].cuda
@@ -280,8 +276,7 @@ def driver_initialised() -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
         count = ctypes.c_int()
-        return bool(
-            driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-        )  # else CUDA_ERROR_NOT_INITIALIZED
+        # else CUDA_ERROR_NOT_INITIALIZED
+        return bool(driver.cuDeviceGetCount(ctypes.byref(count)) == 0)
     except (OSError, AttributeError):
         return False

@@ -20,9 +20,8 @@ from .ending import leave, source_files
 from .sketch import Noise, aside, crc
 from .writer import Writer
 
-QUIET_CALLS = (
-    64  # root calls of a step without gradients that are recorded: generation makes thousands
-)
+# root calls of a step without gradients that are recorded: generation makes thousands
+QUIET_CALLS = 64
 
 
 def guarded(method: Callable) -> Callable:
@@ -90,16 +89,13 @@ class Tracer:
     def forget(self) -> None:
         """Forget the script's models and tensors."""
         self.roots: Dict[torch.nn.Module, int] = {}
-        self.places: Dict[
-            torch.nn.Module, Tuple[int, str]
-        ] = {}  # module -> number of its root, name
+        # module -> number of its root, name
+        self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}
         self.parameters: Dict[str, layout.Parameter] = {}
-        self.owned: Dict[
-            torch.nn.Module, List[Tuple[str, str]]
-        ] = {}  # module -> its attributes and their parameters
-        self.local: Dict[
-            str, List[Tuple[torch.Tensor, Dict[str, Any]]]
-        ] = {}  # gradients of this backward
+        # module -> its attributes and their parameters
+        self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}
+        # gradients of this backward
+        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}
         # Outputs of this step's root calls, and of the one before: a generator's serve its own
         # optimizer's step, too.
         self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}
@@ -182,9 +178,8 @@ class Tracer:
             self.close("window")
             leave(self.writer.file.name, self.world)
             return False
-        if (
-            self.step == self.first and self.micro < 0
-        ):  # the window begins: models are described in it
+        # the window begins: models are described in it
+        if self.step == self.first and self.micro < 0:
             self.forget()
         self.micro += 1
         self.quiet_calls += not grad

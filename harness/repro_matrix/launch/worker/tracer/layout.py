@@ -27,9 +27,8 @@ LABELS = {
     "FSDP": "FSDP2",
 }
 INNER = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-Owner = Tuple[
-    torch.nn.Module, str
-]  # a module, and the attribute that is the parameter during its forward
+# a module, and the attribute that is the parameter during its forward
+Owner = Tuple[torch.nn.Module, str]
 
 
 def type_names(value: Any) -> List[str]:
@@ -109,9 +108,8 @@ def located(tensor: torch.Tensor, sample: bool = False) -> Part:
     if not is_dtensor(tensor):
         return Part(tensor.detach())
     local = tensor.detach().to_local()
-    for each in (
-        tensor.placements
-    ):  # an embedding whose rows are split: what is not in this rank's rows counts as zero
+    # an embedding whose rows are split: what is not in this rank's rows counts as zero
+    for each in tensor.placements:
         mask = getattr(getattr(each, "mask_buffer", None), "data", None)
         if mask is not None:
             local = local.masked_fill(mask.unsqueeze(-1), 0)
@@ -193,9 +191,8 @@ class FlatParameter(Parameter):
     Without use_orig_params the optimizer has the flat parameter.
     """
 
-    begin: Optional[int] = (
-        None  # in the flat parameter that is held; None: the parameter itself is held
-    )
+    # in the flat parameter that is held; None: the parameter itself is held
+    begin: Optional[int] = None
     count: int = 0
     start: int = 0
     kind: str = "shard"
@@ -203,9 +200,8 @@ class FlatParameter(Parameter):
     flat = True
 
     def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
-        if (
-            tensor is None or tensor.shape != self.held.shape
-        ):  # a gradient that is not reduced yet (no_sync) is whole
+        # a gradient that is not reduced yet (no_sync) is whole
+        if tensor is None or tensor.shape != self.held.shape:
             return None
         flat = tensor.detach().reshape(-1)
         if self.begin is not None:
