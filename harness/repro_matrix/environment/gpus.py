@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -337,11 +336,8 @@ def query() -> tuple[tuple[Gpu, ...], str, str | None]:
     with contextlib.closing(open_driver()) as driver:
         found = [_gpu(driver, index) for index in range(driver.count())]
         by_uuid = any(gpu.by_uuid for gpu in found)  # then all that follow may have other numbers
-        uuids = Counter(gpu.uuid for gpu in found if gpu.uuid)
-        twice = "NVML gives another GPU the same UUID, by which a process could be given either"
-        whys = [twice if uuids[gpu.uuid] > 1 else gpu.unusable for gpu in found]
-        gpus = (replace(gpu, unusable=why, by_uuid=by_uuid) for gpu, why in zip(found, whys))
-        return (tuple(gpus), *driver.versions())
+        gpus = tuple(replace(gpu, by_uuid=by_uuid) for gpu in found)
+        return (gpus, *driver.versions())
 
 
 def _gpu(driver: Pynvml, index: int) -> Gpu:

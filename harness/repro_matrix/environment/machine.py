@@ -363,13 +363,13 @@ def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Pr
         kind = f"{spec.gpu_name} GPU" if spec.gpu_name else "GPU"
         reasons = [*exclusive, *(describe_unusable(machine.left_out) or machine.unusable)]
         reasons += [f"{machine.hidden}: unset it, or list GPUs"] if machine.hidden else []
-        raise HardwareError(
-            f"hardware={name}: needs {counted(spec.gpus, kind)}, " + "and this machine has"
-            f" {count_names(machine.gpus) or 'none' + ' that can be used' * bool(reasons)}. "
-            + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
-            + ("hardware=auto uses the GPUs of this machine; " if machine.gpus else "")
-            + "hardware=cpu runs with gloo on any machine."
-        )
+        have = count_names(machine.gpus) or ("none that can be used" if reasons else "none")
+        needed = f"needs {counted(spec.gpus, kind)}, and this machine has {have}. "
+        if reasons:
+            needed += f"Not usable: {'; '.join(reasons)}. "
+        if machine.gpus:
+            needed += "hardware=auto uses the GPUs of this machine; "
+        raise HardwareError(f"hardware={name}: {needed}hardware=cpu runs with gloo on any machine.")
     chosen = [gpu for gpu in machine.gpus if gpu in fitting[: spec.gpus]]
     return Profile(
         name, "cuda", _backend(spec), tuple(chosen), spec.shared, len(machine.gpus) - len(chosen)

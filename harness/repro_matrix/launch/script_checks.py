@@ -77,7 +77,9 @@ def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
         each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]
     ]
     frozen = sum(each[0]["frozen"] for each in columns)
-    compared = counted(len(columns), "parameter") + f" ({frozen} frozen)" * bool(frozen)
+    compared = counted(len(columns), "parameter")
+    if frozen:
+        compared += f" ({frozen} frozen)"
     numbers = {
         "that DDP ignores": len(ranks[0]["parameters"]) - len(columns),
         "that no optimizer has stepped on": max(each["others"] for each in ranks),

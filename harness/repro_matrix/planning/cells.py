@@ -16,6 +16,9 @@ from typing import Any
 
 from repro_kit.settings import first
 
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.selection import Selection, expand
@@ -356,9 +359,6 @@ def wrong_hardware(
 
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     """Describe a requirement that the versions do not meet; None when they do."""
-    from packaging.requirements import Requirement
-    from packaging.version import InvalidVersion, Version
-
     requirement = Requirement(text)
     have = versions.get(requirement.name) or versions.get(requirement.name.replace("_", "-"))
     if have is None:

@@ -190,23 +190,22 @@ class Planner:
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
         failed = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
-        broken = {
-            name: f"{name}, which does not import with a GPU visible: {error}"
-            for name, error in failed.items()
-        }
-        versions = {name: version for name, version in stack.versions.items() if name not in broken}
-        missing = {**stack.missing, **broken}
+        missing = dict(stack.missing)
+        for name, error in failed.items():
+            missing[name] = f"{name}, which does not import with a GPU visible: {error}"
+        versions = {name: version for name, version in stack.versions.items() if name not in failed}
         unmet = {item: text for item in needed if (text := unmet_requirement(item, versions))}
         if not unmet:
             return None
-        unusable = {
-            item: missing[name] for item in unmet if (name := Requirement(item).name) in missing
-        }
-        reasons = ", ".join(dict.fromkeys((unmet | unusable).values()))
-        other = case.requires.stack if case.requires.stack != stack.name else None
-        why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
-        reason = f"stack {stack.name}: on {profile.kinds[-1]} needs {reasons}"
-        reason += (f"; needs stack {other}" if other else "") + (f" ({why})" if why else "")
+        unusable = {name for item in unmet if (name := Requirement(item).name) in missing}
+        texts = [missing.get(Requirement(item).name, text) for item, text in unmet.items()]
+        reason = (
+            f"stack {stack.name}: on {profile.kinds[-1]} needs {', '.join(dict.fromkeys(texts))}"
+        )
+        if case.requires.stack not in (None, stack.name):
+            reason += f"; needs stack {case.requires.stack}"
+        if case.requires.reason and unmet.keys() & set(case.requires.packages):
+            reason += f" ({case.requires.reason})"
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
 
 

@@ -122,6 +122,15 @@ class GpuProblem:
     why: str
 
 
+@dataclass(frozen=True)
+class GpuLease:
+    """A GPU that this run has locked. ``shares``: MiB that each attempt on it may take; 0: all."""
+
+    lock: FileLock
+    before: GpuState
+    shares: list[int]
+
+
 class GpuLocks:
     """The GPUs that this run has locked, each for one attempt or for several that share it.
 
@@ -133,11 +142,8 @@ class GpuLocks:
         self.state = state
         self.run_id = run_id
         self._nvml = nvml or Nvml([])
-        # in use, or not released because a process of this run is still on it
-        self._held: dict[str, FileLock] = {}
-        self._before: dict[str, GpuState] = {}
-        # MiB that each attempt on a GPU may take; 0: all of it
-        self._shares: dict[str, list[int]] = {}
+        # In use, or not released because a process of this run is still on it.
+        self._held: dict[str, GpuLease] = {}
         self._mutex = threading.Lock()
 
     def __enter__(self) -> GpuLocks:
@@ -156,28 +162,27 @@ class GpuLocks:
         with self._mutex:
             if share_mb and all(share_mb <= self._left(uuid) for uuid in gpus):
                 for uuid in gpus:
-                    self._shares[uuid].append(share_mb)
+                    self._held[uuid].shares.append(share_mb)
                 return True
-            locks = {uuid: None if uuid in self._held else _acquire_gpu(uuid) for uuid in gpus}
-            before: dict[str, GpuState] = {}
-            if None not in locks.values() and gpus:
-                # the previous holder may have been killed while its ranks were at work
+            leases: dict[str, GpuLease] = {}
+            locks = {uuid: _acquire_gpu(uuid) for uuid in gpus if uuid not in self._held}
+            if gpus and len(locks) == len(gpus) and None not in locks.values():
+                # The previous holder may have been killed while its ranks were at work.
                 clear_leftovers(self.state)
-                before = {uuid: self._nvml.look(uuid) for uuid in gpus}
-            acquired = {uuid: lock for uuid, lock in locks.items() if lock is not None}
-            if len(acquired) < len(locks) or any(map(stranger, before.values())):
-                for lock in acquired.values():
+                for uuid, lock in locks.items():
+                    if lock and not stranger(before := self._nvml.look(uuid)):
+                        leases[uuid] = GpuLease(lock, before, [share_mb])
+            if len(leases) < len(gpus):
+                for lock in filter(None, locks.values()):
                     lock.release()
                 return False
-            self._held |= acquired
-            self._before |= before
-            self._shares |= {uuid: [share_mb] for uuid in gpus}
+            self._held |= leases
         return True
 
     def room(self) -> dict[str, int]:
         """Return how many MiB further attempts may take on each shared GPU."""
         with self._mutex:
-            return {uuid: left for uuid in self._shares if (left := self._left(uuid)) > 0}
+            return {uuid: left for uuid in self._held if (left := self._left(uuid)) > 0}
 
     def _left(self, uuid: str) -> int:
         """Return the MiB that are neither planned for an attempt nor in use.
@@ -185,12 +190,11 @@ class GpuLocks:
         Attempts have not yet allocated all they will, and others may have come since the first one
         began.
         """
-        sizes = self._shares.get(uuid)
-        if not sizes or 0 in sizes:
+        lease = self._held.get(uuid)
+        if not lease or not all(lease.shares or [0]):
             return 0
-        return min(
-            (self._before[uuid].free_mb or 0) - sum(sizes), self._nvml.look(uuid).free_mb or 0
-        )
+        planned = (lease.before.free_mb or 0) - sum(lease.shares)
+        return min(planned, self._nvml.look(uuid).free_mb or 0)
 
     def release(self, gpus: Sequence[str], share_mb: int = 0) -> dict[str, GpuProblem]:
         """Unlock GPUs as soon as their memory is free; return those that must not be used again.
@@ -202,18 +206,16 @@ class GpuLocks:
         problems = {}
         for uuid in gpus:
             with self._mutex:
-                self._shares[uuid].remove(share_mb)
-                others = bool(self._shares[uuid])
+                self._held[uuid].shares.remove(share_mb)
+                others = bool(self._held[uuid].shares)
             if others:  # what they have on it is checked when the last one ends
                 if why := self._nvml.look(uuid).problem:
                     problems[uuid] = GpuProblem("lost", why)
                 continue
-            while (
-                (problem := self._problem(uuid))
-                and problem.kind != "lost"
-                and time.monotonic() < limit
-            ):
+            problem = self._problem(uuid)
+            while problem and problem.kind == "left" and time.monotonic() < limit:
                 time.sleep(0.1)
+                problem = self._problem(uuid)
             if problem:
                 problems[uuid] = problem
             if not problem or problem.kind != "left":
@@ -230,23 +232,20 @@ class GpuLocks:
         return free
 
     def _unlock(self, uuid: str) -> None:
-        self._before.pop(uuid, None)
-        self._shares.pop(uuid, None)
-        if lock := self._held.pop(uuid, None):
-            lock.release()
+        self._held.pop(uuid).lock.release()
 
     def _problem(self, uuid: str) -> GpuProblem | None:
         """Return what is wrong with a GPU of this run now that its attempt has ended."""
-        before, now = self._before[uuid], self._nvml.look(uuid)
+        before, now = self._held[uuid].before, self._nvml.look(uuid)
         if now.problem:
             return GpuProblem("lost", now.problem)
         for process in self._remaining(now):
             return GpuProblem("left", f"{process} of an ended attempt is still on it")
         more = now.used_mb - before.used_mb
-        if {each.pid for each in now.processes} - {
-            each.pid for each in before.processes
-        } or more <= LEFTOVER_MB:
-            return None  # another user's process is found by the next check of the free GPUs
+        new = {each.pid for each in now.processes} - {each.pid for each in before.processes}
+        # The next check of the free GPUs finds another user's process.
+        if new or more <= LEFTOVER_MB:
+            return None
         return GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it")
 
     def _remaining(self, state: GpuState) -> list[GpuProcess]:

@@ -6,9 +6,7 @@ attempt starts.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -254,39 +252,33 @@ def _with_op(stack: Stack, build: bool) -> Stack:
 
 DOWNLOAD_S = 4 * 3600.0
 _DOWNLOAD = """
-import json, sys, huggingface_hub
+import sys, huggingface_hub
 kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.tiktoken", "*.txt"]
-print(json.dumps({"folder": huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=kinds)}))
+huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=kinds)
 """
 
 
 def download(stack: Stack, name: str) -> str | None:
     """Download a model into the user's hub cache. Return None, or why its weights are not there."""
     env = {**os.environ, **stack.environment(), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    _, problem = _ask([stack.python, "-c", _DOWNLOAD, name], env, DOWNLOAD_S)
-    if not problem:
-        return None
-    hint = ". Accept its terms on the hub, and set HF_TOKEN." if "GatedRepoError" in problem else ""
-    return f"weights=hub: {name} cannot be downloaded: {problem}{hint}"
-
-
-def _ask(
-    command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = ""
-) -> tuple[Json, str]:
-    """Run a process of a stack; return its last line of JSON and why there is none.
-
-    "" if there is one.
-    """
-    done = None
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env)
+            [stack.python, "-c", _DOWNLOAD, name],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_S,
+            env=env,
         )
-        return json.loads(re.findall(r"(?m)^\{.*", done.stdout)[-1]), ""
     except subprocess.TimeoutExpired:
-        return {}, f"it was not done within {limit_s / 3600:g} hours"
-    except (OSError, ValueError, IndexError) as error:
-        return {}, (done.stderr.strip().splitlines() or ["?"])[-1] if done else str(error)
+        problem = f"it was not done within {DOWNLOAD_S / 3600:g} hours"
+    except OSError as error:
+        problem = str(error)
+    else:
+        if not done.returncode:
+            return None
+        problem = (done.stderr.strip().splitlines() or ["?"])[-1]
+    hint = ". Accept its terms on the hub, and set HF_TOKEN." if "GatedRepoError" in problem else ""
+    return f"weights=hub: {name} cannot be downloaded: {problem}{hint}"
 
 
 def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list[CellPlan]:
