@@ -67,52 +67,36 @@ def resolve(text: str, *, say: Log = quiet) -> Stack:
 
 
 def _resolve(requested: Spec, say: Log) -> Stack:
+    text, swaps = requested.text, requested.swaps
+    if requested.base == "current" or requested.python:
+        stack: Stack | None = existing(requested.base, requested.python or sys.executable)
+        if stack and swaps:
+            stack = build.overlay(text, stack, swaps, None, say)
+        if stack is None:
+            raise StackError(
+                "usage",
+                f"stack={text}: it needs another torch, which cannot be installed on top of an"
+                " existing environment. Name a stack of conf/stack, or a requirements file with"
+                " that release.",
+            )
+        return stack
+    definition = None if requested.file else spec.find_definition(requested.base)
     if requested.file:
         lock = locks.lock_file(requested.file)
-        return _from_lock(requested, lock, None, say) or build.build(
-            requested.text,
-            locks.lock_file_with_swaps(Path(requested.base), lock, requested.swaps),
-            say,
-        )
-    if requested.base == "current" or requested.python:
-        return _overlay(
-            requested, existing(requested.base, requested.python or sys.executable), say
-        )
-    definition = spec.find_definition(requested.base)
-    if definition.floating:
+    elif definition and definition.floating:
         lock = locks.lock_floating(definition)
-    else:
+    elif definition:
         lock = locks.committed(definition, spec.lock_path(definition.slug))
-    return _from_lock(requested, lock, definition, say) or build.build(
-        requested.text, locks.lock_with_swaps(definition, requested.swaps, lock), say
-    )
-
-
-def _from_lock(
-    requested: Spec, lock: locks.Lock, definition: spec.Definition | None, say: Log
-) -> Stack | None:
-    """Return the locked stack, or an overlay on it; None: it needs a whole environment."""
-    if not requested.swaps:
-        return build.build(requested.text, lock, say)
-    if build.too_heavy(requested.swaps):
-        return None
-    return build.overlay(
-        requested.text, build.build(requested.base, lock, say), requested.swaps, definition, say
-    )
-
-
-def _overlay(requested: Spec, base: Stack, say: Log) -> Stack:
-    stack = (
-        build.overlay(requested.text, base, requested.swaps, None, say) if requested.swaps else base
-    )
-    if stack is None:
-        raise StackError(
-            "usage",
-            f"stack={requested.text}: it needs another torch, which cannot be installed on top of"
-            " an existing environment. Name a stack of conf/stack, or a requirements file with"
-            " that release.",
-        )
-    return stack
+    if swaps and not build.too_heavy(swaps):
+        base = build.build(requested.base, lock, say)
+        stack = build.overlay(text, base, swaps, definition, say)
+        if stack:
+            return stack
+    if swaps and definition:
+        lock = locks.lock_with_swaps(definition, swaps, lock)
+    elif swaps:
+        lock = locks.lock_file_with_swaps(Path(requested.base), lock, swaps)
+    return build.build(text, lock, say)
 
 
 def check_stack(text: str) -> None:
