@@ -53,6 +53,7 @@ def test_torchrun_line_of_a_project_finds_kit_and_files(team: Path) -> None:
         "model": {"slug": "our-head"},
         "strategy": {"slug": "by-hand"},
         "tp_size": 1,
+        "device": "cpu",
         "steps": 1,
         "seed": 0,
         "flags": {},

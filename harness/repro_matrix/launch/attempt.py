@@ -126,29 +126,23 @@ class Attempt:
 
     @property
     def backend(self) -> str:
-        requested = str(self.settings.get("backend", "auto"))
-        return requested if requested != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+        return str(self.settings["backend"])
 
     @property
     def device(self) -> str:
-        requested = str(self.settings.get("device", "auto"))
-        return requested if requested != "auto" else ("cuda" if self.gpus else "cpu")
+        return str(self.settings["device"])
 
     def full_settings(self) -> Json:
         """Return the settings that the ranks read: the case's, and those that the launch adds."""
-        shared = (
-            {"references": {"folder": str(self.references), "attempt": self.id}}
-            if self.references
-            else {}
-        )
+        shared: Json = {}
+        if self.references:
+            shared["references"] = {"folder": str(self.references), "attempt": self.id}
         return {
             **self.settings,
             **shared,
             "record_dir": str(self.records),
             "work_dir": str(self.work),
             "world_size": self.world_size,
-            "device": self.device,
-            "backend": self.backend,
             # when it ends, whatever happens; NCCL's own limits are longer
             "limit_s": self.start_limit + self.work_limit,
         }
