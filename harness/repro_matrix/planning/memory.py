@@ -241,10 +241,10 @@ def too_much(need: MemoryPlan, ranks: int, profile: Profile, machine: Machine) -
 def add_memory(
     cell: CellPlan, catalogue: Catalogue, machine: Machine, deadline: float | None = None
 ) -> tuple[CellPlan, set[str]]:
-    """Return the cell with what its variants need, and why that is unknown of some.
+    """Return the cell with what its variants need, and why that is unknown for some.
 
-    A variant that cannot fit is skipped; all are where that is the first one. ``deadline``: the
-    user's own, which has no upper limit.
+    A variant that cannot fit is skipped; if it is the first one, all variants are. ``deadline``:
+    the user's own, which has no upper limit.
     """
     case, notes, variants = catalogue.cases[cell.cell.case], set(), []
     for variant in cell.variants:

@@ -156,8 +156,8 @@ class GpuLocks:
     def acquire(self, gpus: Sequence[str], share_mb: int = 0) -> bool:
         """Lock all of ``gpus`` or none, so that no run keeps some while it waits for others.
 
-        A GPU on which another user's process is counts as not free. ``share_mb``: MiB of each that
-        an attempt takes, where it may join others of this run; 0: it is alone on them.
+        A GPU with another user's process is not free. ``share_mb``: MiB of each GPU that an attempt
+        takes if it may join others of this run; 0: it needs its GPUs alone.
         """
         with self._mutex:
             if share_mb and all(share_mb <= self._left(uuid) for uuid in gpus):
@@ -255,11 +255,11 @@ class GpuLocks:
 
 
 class GpuPool:
-    """Which of the machine's GPUs this run may use now, and why not the others.
+    """The machine's GPUs that this run may use now, and why it may not use the others.
 
     A GPU is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended
     attempt stays on it. It is *taken* while another user's process is on it. What another run of
-    this project holds is waited for.
+    this project has locked, this run waits for.
     """
 
     def __init__(
