@@ -183,7 +183,10 @@ def overlay_of(
     )
 
     def comes_with_torch(name: str) -> bool:
-        """nvidia-..., triton: another build of the same torch serves."""
+        """Return whether torch brings it: nvidia-..., triton.
+
+        Another build of the same torch serves.
+        """
         return "torch" in pins and name not in ("torch", *NOT_OF_TORCH) and bool(HEAVY.match(name))
 
     changed = {name: version for name, version in pins.items() if version != versions.get(name)}

@@ -1,4 +1,4 @@
-"""The fast launcher: ranks forked from a server that has already imported the stack's packages.
+"""Fork ranks from a server that has already imported the stack's packages: the fast launcher.
 
 It makes the same attempts, with the same environment and observation, as the reference launcher
 (launch/torchrun.py), to which it hands what cannot be forked. There is one server per stack,

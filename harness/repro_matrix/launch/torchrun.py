@@ -286,7 +286,7 @@ def metric_in(line: str, metric: Metric) -> float | None:
 
 
 def _storable(number: float) -> float:
-    """JSON has no infinity."""
+    """Return a number that JSON can store: it has no infinity."""
     return math.copysign(INFINITE, number) if math.isinf(number) else number
 
 

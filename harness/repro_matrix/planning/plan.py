@@ -288,7 +288,10 @@ Shard = tuple[int, int]  # its number, from 1, and how many there are
 
 
 def parse_shard(text: str | None) -> Shard | None:
-    """``2/8`` -> (2, 8). Raises ConfigError."""
+    """Parse ``2/8`` into (2, 8).
+
+    Raises ConfigError.
+    """
     if text is None:
         return None
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", str(text))

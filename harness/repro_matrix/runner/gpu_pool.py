@@ -138,7 +138,7 @@ class GpuLocks:
     """
 
     def __init__(self, state: Path, run_id: str, nvml: Nvml | None = None) -> None:
-        """``nvml``: reports what is on a GPU; by default nothing is known."""
+        """Lock nothing yet. ``nvml``: reports what is on a GPU; by default nothing is known."""
         self.state = state
         self.run_id = run_id
         self._nvml = nvml or Nvml([])
@@ -258,8 +258,8 @@ class GpuPool:
     """The machine's GPUs that this run may use now, and why it may not use the others.
 
     A GPU is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended
-    attempt stays on it. It is *taken* while another user's process is on it. What another run of
-    this project has locked, this run waits for.
+    attempt stays on it. It is *taken* while another user's process is on it. This run waits for
+    a GPU that another run of this user has locked.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Software stacks: which package versions a cell runs with, and how they are installed.
+"""Resolve software stacks: the package versions that a cell runs with.
 
 ``resolve(text)`` returns a stack that can be run; spec.py lists what ``text`` can be. The other
 functions are what

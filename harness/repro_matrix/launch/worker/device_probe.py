@@ -86,7 +86,10 @@ def compute(torch: Any, index: int) -> None:
 
 
 def imports() -> None:
-    """Older releases of DeepSpeed look for nvcc when they are imported and a GPU is visible."""
+    """Import packages that behave differently if a GPU is visible.
+
+    Older releases of DeepSpeed look for nvcc then.
+    """
     failed = {}
     for name in ("deepspeed", "accelerate", "peft"):
         report(stage=f"import {name}")

@@ -183,7 +183,7 @@ def reap() -> bool:
 
 
 def kill_orphans() -> list[str]:
-    """KILL the processes that the ranks left behind; return their names."""
+    """Kill the processes that the ranks left behind; return their names."""
     began, killed = time.monotonic(), {}
     while reap() and time.monotonic() - began < ORPHAN_GRACE_S + KILL_S:
         if time.monotonic() - began > ORPHAN_GRACE_S:

@@ -247,7 +247,9 @@ class Supervisor:
 def run_rank(
     spec: dict[str, Any], rank: int, supervisor: int, receive: int, others: list[int]
 ) -> NoReturn:
-    """Be one rank, from the fork to its end: its process is what torchrun would have started.
+    """Run one rank, from the fork to its end.
+
+    Its process is what torchrun would have started.
 
     Environment, working folder, signals, standard streams and random seeds are set before any line
     of the script runs.

@@ -1,4 +1,6 @@
-"""Hooks for every Python process of a user's script: this folder comes first on PYTHONPATH.
+"""Set the hooks of a user's script in each of its Python processes.
+
+This folder comes first on PYTHONPATH.
 
 A rank gets a record like a case's (repro_kit/record.py): its exception with frames, its warnings
 and log messages; its output goes to its own log. A launcher (torchrun, accelerate, deepspeed) gets
