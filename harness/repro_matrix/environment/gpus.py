@@ -345,7 +345,7 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
         gpu = driver.gpu(index)
     except DriverError as error:
         return Gpu(index, "", "", unusable=str(error), by_uuid=True)
-    state = _state(driver, gpu.uuid)
+    state = _identified_state(driver, gpu.uuid)
     reason = state.problem
     if gpu.mode == "prohibited":
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
@@ -357,7 +357,7 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
     )
 
 
-def _state(driver: Pynvml, uuid: str) -> GpuState:
+def _identified_state(driver: Pynvml, uuid: str) -> GpuState:
     try:
         state = driver.state(uuid)
     except DriverError as error:
@@ -420,7 +420,7 @@ class Nvml:
         """Return the state of one GPU now; memory errors since the run began are a problem."""
         if self._driver is None:
             return GpuState(problem=self._unwatched)
-        state = _state(self._driver, uuid)
+        state = _identified_state(self._driver, uuid)
         count = state.ecc_uncorrected  # None: no ECC, or it is off
         new = 0 if count is None else count - self._ecc.setdefault(uuid, count)
         errors = f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None

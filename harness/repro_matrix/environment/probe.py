@@ -64,10 +64,10 @@ def run_probe(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str
     ``devices``: indices of the GPUs to compute on; None: the CPU. ``env``: what ranks of the stack
     get.
     """
-    with _folder() as folder:
+    with _probe_folder() as folder:
         argument = "cpu" if devices is None else ",".join(map(str, devices))
         return {
-            **_run(stack, folder, [[argument]], [env])[0],
+            **_run_processes(stack, folder, [[argument]], [env])[0],
             "asked": [] if devices is None else list(devices),
         }
 
@@ -113,11 +113,11 @@ def _all_reduce(
     stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]
 ) -> str | None:
     """Return what went wrong, or None."""
-    with _folder() as folder:
+    with _probe_folder() as folder:
         ranks = [
             ["rank", str(rank), str(folder), str(device)] for rank, device in enumerate(devices)
         ]
-        answers = _run(stack, folder, ranks, envs)
+        answers = _run_processes(stack, folder, ranks, envs)
     problems = [str(answer["error"]) for answer in answers if answer.get("error")]
     # else ended for it
     failed = [answer for answer in answers if answer.get("failed") and not problems]
@@ -126,7 +126,7 @@ def _all_reduce(
     return next(iter(problems), None)
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _probe_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="repro-probe-")
 
 
@@ -137,7 +137,7 @@ def _limit(stage: str | None) -> float:
     return PAIR_S if stage == "all-reduce" else DEVICE_S
 
 
-def _run(
+def _run_processes(
     stack: Stack, folder: str, arguments: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]]
 ) -> list[Json]:
     """Run one process of the probe for each ``arguments``; return the answer of each.
@@ -181,10 +181,10 @@ def _run(
                 )
                 said = now
             time.sleep(0.05)
-    return [_ended(path.read_bytes(), process, late) for path, process in zip(logs, running)]
+    return [_final_answer(path.read_bytes(), process, late) for path, process in zip(logs, running)]
 
 
-def _ended(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
+def _final_answer(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
     """Return the answer of a process of the probe, and why it did not finish.
 
     ``late``: why it was ended.

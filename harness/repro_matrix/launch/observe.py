@@ -80,10 +80,10 @@ def observation(
     """
     launch = read_launch(attempt.launch_file)
     result = _observed(attempt, launcher, command, watched, launch)
-    result["infra_error"] = _infra_error(launch, result, watched, attempt, worker_exit)
+    result["infra_error"] = _find_problem(launch, result, watched, attempt, worker_exit)
     if result["infra_error"] is None:
         slow = timeout_without_hang(Observed(cast(Observation, result)))
-        result["infra_error"] = None if slow is None else _problem(*slow)
+        result["infra_error"] = None if slow is None else _infra_problem(*slow)
     return result
 
 
@@ -159,11 +159,11 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     return result
 
 
-def _problem(kind: str, message: str) -> Json:
+def _infra_problem(kind: str, message: str) -> Json:
     return {"kind": kind, "message": message}
 
 
-def _infra_error(
+def _find_problem(
     launch: Json, result: Json, watched: Watched, attempt: Attempt, worker_exit: int | None
 ) -> Json | None:
     """Return what prevented the attempt from being evidence, if anything did.
@@ -175,16 +175,16 @@ def _infra_error(
         return None
     error = launch.get("error")
     if error:
-        return _problem(str(error.get("kind", "launch")), str(error.get("message", "")))
+        return _infra_problem(str(error.get("kind", "launch")), str(error.get("message", "")))
     log = tail(attempt.logs / "launcher.log", lines=15)
     worker = f"the launcher's worker {describe_exit(worker_exit)}"
     if not launch["ranks"]:
         limit = f"no rank was up at the deadline ({watched.limit_s or attempt.deadline_s:g} s)"
-        return _problem(
+        return _infra_problem(
             "launch", f"{limit if watched.timed_out else f'no rank was started; {worker}'}\n{log}"
         )
     if not launch.get("finished") and not watched.timed_out:
-        return _problem("launcher_died", f"{worker} before its ranks did\n{log}")
+        return _infra_problem("launcher_died", f"{worker} before its ranks did\n{log}")
     problems = [
         (rank["rank"], problem)
         for rank in result["ranks"]
@@ -200,7 +200,7 @@ def _infra_error(
         problems = [each for each in problems if each[0] not in late or each[1][0] == "gpu_failure"]
     # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
     number, problem = min(problems, key=lambda each: each[1][0] != "gpu_failure", default=(0, None))
-    return None if problem is None else _problem(problem[0], f"rank {number}: {problem[1]}")
+    return None if problem is None else _infra_problem(problem[0], f"rank {number}: {problem[1]}")
 
 
 def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:

@@ -38,7 +38,7 @@ def compare_samples(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
     key = "index" if all(epoch["exact"] for each in epochs for epoch in each) else "content"
     compared = f"{counted(total, 'sample')}, known by {key}, of {counted(numbers[0], 'epoch')} on "
     compared += counted(len(ranks), "rank")
-    results = [_compare_epoch(same, _is_stable(epochs)) for same in zip(*epochs)]
+    results = [_compare_epoch(same, _has_stable_content(epochs)) for same in zip(*epochs)]
     right = [at for at, (wrong, _, _) in enumerate(results) if not wrong]
     found: tuple[dict[str, list[int]], ...] = {}, {}, {}
     for at, (wrong, unknown, remarks) in enumerate(results):
@@ -78,7 +78,7 @@ def _is_one_part(epochs: Sequence[Json]) -> bool:
     )
 
 
-def _is_stable(epochs: Sequence[Sequence[Json]]) -> bool:
+def _has_stable_content(epochs: Sequence[Sequence[Json]]) -> bool:
     """Return whether an index has the same content in several epochs of a rank.
 
     Then nothing changes samples randomly.

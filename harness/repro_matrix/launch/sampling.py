@@ -199,7 +199,7 @@ def _query_monitors(
     while len(answers) < len(queried) and time.monotonic() < limit:
         for rank in queried.keys() - answers.keys():
             if _changed(queried[rank]) != before[rank]:
-                answer = _read(queried[rank])
+                answer = _read_answer(queried[rank])
                 if answer is not None:
                     answers[rank] = answer
         time.sleep(0.01)
@@ -271,7 +271,7 @@ def _changed(path: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def _read(path: Path) -> Json | None:
+def _read_answer(path: Path) -> Json | None:
     answer = read_json(path)
     return answer if isinstance(answer, dict) and "error" not in answer else None
 

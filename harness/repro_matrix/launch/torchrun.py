@@ -240,7 +240,7 @@ def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
     """
     result: Json = {"log": [], "metric": [], "cut": False}
     for rank, path in logs:
-        for line in _lines(path, result) if command.log or command.metric else ():
+        for line in _log_lines(path, result) if command.log or command.metric else ():
             if command.log and re.search(command.log, line):
                 result["log"].append({"rank": rank, "line": line[:LINE]})
             value = metric_in(line, command.metric) if command.metric else None
@@ -255,7 +255,7 @@ def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
     return {**result, "log": result["log"][-KEPT_LINES:], "metric": result["metric"][-KEPT_LINES:]}
 
 
-def _lines(path: Path, result: Json) -> Iterator[str]:
+def _log_lines(path: Path, result: Json) -> Iterator[str]:
     """Yield a log's lines without colours; what a progress bar overwrites is several lines."""
     try:
         with open(path, "rb") as source:

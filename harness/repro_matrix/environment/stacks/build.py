@@ -344,12 +344,14 @@ def cached_stacks(names: Collection[str] = ()) -> list[CachedStack]:
             time_used = (used if used.exists() else folder).stat().st_mtime
             versions, whole = marker.get("versions", {}), finished_marker(folder) is not None
             cached.append(
-                CachedStack(folder.name, name, folder, whole, time_used, _size(folder), versions)
+                CachedStack(
+                    folder.name, name, folder, whole, time_used, _folder_size(folder), versions
+                )
             )
     return cached
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     infos = (
         os.lstat(os.path.join(root, name)) for root, _, files in os.walk(folder) for name in files
     )

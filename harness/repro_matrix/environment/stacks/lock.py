@@ -406,7 +406,7 @@ def between(available: Sequence[Release], first: str | None, last: str | None) -
 
     ``5.23`` as the last one means all of 5.23.x.
     """
-    low, high = (_version(text) if text else None for text in (first, last))
+    low, high = (_parsed_version(text) if text else None for text in (first, last))
     out = [
         r
         for r in available
@@ -426,7 +426,7 @@ def between(available: Sequence[Release], first: str | None, last: str | None) -
 
 def exact(package: str, available: Sequence[Release], version: str) -> int:
     """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
-    parsed = _version(version)
+    parsed = _parsed_version(version)
     known = [release.parsed for release in available]
     if parsed in known:
         return known.index(parsed)
@@ -444,7 +444,7 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
     first, dots, last = text.partition("..")
     if not dots:
         raise StackError("usage", f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
-    low, high = (_version(side) if side.strip() else None for side in (first, last))
+    low, high = (_parsed_version(side) if side.strip() else None for side in (first, last))
     if low and high and low > high and not _up_to(low, high):
         raise StackError(
             "usage", f"--range {text}: {low} comes after {high}; write the older release first"
@@ -452,7 +452,7 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
     return first.strip() or None, last.strip() or None
 
 
-def _version(text: str) -> Version:
+def _parsed_version(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:

@@ -376,7 +376,7 @@ def _edited_files(
             and not _as_recorded(file, recorded, size, written)
         ):
             note = f"{path} is not as {name} {package.version} was installed"
-            yield PackageChange(name, note, _hash(file, "sha256"))
+            yield PackageChange(name, note, _file_hash(file, "sha256"))
 
 
 def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
@@ -388,10 +388,10 @@ def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
     if not path.endswith(".py") or (same_size and info.st_mtime <= written):
         return same_size
     kind, _, value = recorded.partition("=")
-    return _hash(path, kind) == value
+    return _file_hash(path, kind) == value
 
 
-def _hash(path: str, kind: str) -> str:
+def _file_hash(path: str, kind: str) -> str:
     """Return the hash as RECORD writes it; "" where the file cannot be read."""
     try:
         return (
@@ -443,7 +443,7 @@ def shadowed(stack: Stack, search: str) -> list[PackageChange]:
             digest = (
                 _hash_tree(path.parent)
                 if path.name == "__init__.py"
-                else _hash(str(path), "sha256")
+                else _file_hash(str(path), "sha256")
             )
             hidden.append(
                 PackageChange(

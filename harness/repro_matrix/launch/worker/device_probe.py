@@ -24,7 +24,7 @@ def report(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:600]
 
@@ -35,7 +35,7 @@ def main(wanted: str) -> None:
         import torch
         import torch.distributed as dist
     except BaseException as error:
-        report(import_error=describe(error))
+        report(import_error=describe_error(error))
         return
     nccl = dist.is_available() and dist.is_nccl_available()
     hip = getattr(torch.version, "hip", None)
@@ -51,7 +51,7 @@ def devices(torch: Any, touch: set[int]) -> None:
     try:
         torch.cuda.init()  # is_available() would keep the reason to itself
     except BaseException as error:
-        report(init_error=describe(error), gpus=0)
+        report(init_error=describe_error(error), gpus=0)
         return
     count = torch.cuda.device_count()
     report(gpus=count, arch_list=torch.cuda.get_arch_list())
@@ -70,7 +70,7 @@ def devices(torch: Any, touch: set[int]) -> None:
             if index in touch:
                 compute(torch, index)
         except BaseException as error:
-            result["error"] = describe(error)
+            result["error"] = describe_error(error)
         report(device=result)
 
 
@@ -97,7 +97,7 @@ def imports() -> None:
             if importlib.util.find_spec(name):
                 importlib.import_module(name)
         except BaseException as error:
-            failed[name] = describe(error)
+            failed[name] = describe_error(error)
     report(imports=failed)
 
 
@@ -126,7 +126,7 @@ def all_reduce(rank: int, folder: str, device: int) -> None:
         report(stage="done")
     except BaseException as error:
         last = str(error).partition("Last error:\n")[2].splitlines()[:1]  # NCCL's own
-        report(error=last[0] if last else describe(error))
+        report(error=last[0] if last else describe_error(error))
     os._exit(0)
 
 

@@ -276,7 +276,9 @@ def run_rank(
         os.environ["MASTER_PORT"] = port
         if "hooks" in spec:
             install_hooks(spec["hooks"])
-        code = run_script(spec["script"], spec.get("arguments", ["--settings", spec["settings"]]))
+        code = execute_script(
+            spec["script"], spec.get("arguments", ["--settings", spec["settings"]])
+        )
     except BaseException:
         # as an interpreter that ends does
         sys.audit("sys.excepthook", sys.excepthook, *sys.exc_info())
@@ -340,7 +342,7 @@ def install_hooks(folder: str) -> None:
     hooks.begin()
 
 
-def run_script(script: str, arguments: list[str]) -> int:
+def execute_script(script: str, arguments: list[str]) -> int:
     """Run the script as ``python script arguments`` would.
 
     It is read now, so that an edit takes effect.

@@ -143,7 +143,7 @@ def describe() -> dict[str, Any]:
         where = "in the rank's own process; those that it spawns are not watched"
         return {"missing": f"no optimizer of torch has stepped {where}"}
     try:
-        found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
+        found = [_describe_parameter(index, *item) for index, item in enumerate(stepped.items())]
         found += [
             _describe_frozen(key, *item) for key, item in frozen.items() if key not in stepped
         ]
@@ -162,7 +162,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
+def _describe_parameter(index: int, key: int, parameter: Any) -> dict[str, Any]:
     placements = getattr(parameter, "placements", ())
     if any(not each.is_replicate() for each in placements) or getattr(
         parameter, "tensor_model_parallel", False
