@@ -18,7 +18,7 @@ from repro_matrix.environment.gpus import (
 )
 from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import resolve
-from repro_matrix.launch.processes import op_compiled
+from repro_matrix.environment.stacks.extensions import op_compiled
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped

@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
-    known = SignatureIndex(cases.cases)
+    known = SignatureIndex(cases.cases, cases.strategies)
     stacks = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
     given = _versions(stacks, args.versions)
     found = []
