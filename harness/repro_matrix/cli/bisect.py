@@ -14,10 +14,11 @@ be measured, or no package is the culprit.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import threading
 from pathlib import Path
+
+import click
 
 from repro_matrix.cli import options
 from repro_matrix.config.schema import VARIANT
@@ -35,45 +36,39 @@ from repro_matrix.search.prober import Prober, SameResult, one_variant
 from repro_matrix.text import log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    add = parser.add_argument
-    add(
-        "--good",
-        required=True,
-        help="a release without the failure, or a stack (a name, a lock file, python:PATH)",
-    )
-    add("--bad", required=True, help="a release with the failure, or a stack")
-    add(
-        "--package",
-        help=(
-            "search its releases (default: transformers); with two stacks: search this package only"
-        ),
-    )
-    add("--variant", help="default: the first variant")
-    text = "search for any change of the result, not only of this failure"
-    add("--any-change", action="store_true", help=text)
-    add(
-        "--repo",
-        metavar="DIR",
-        help="a local git clone of the package, to find the commit; the clone is only read",
-    )
-    add(
-        "--max-probes",
-        type=options.number_type(3),
-        metavar="N",
-        help="at most N probes in each search",
-    )
-    text = (
-        "the failure: a number of the training differs from the good end's by more than rounding;"
-        " names the module"
-    )
-    add("--numbers", action="store_true", help=text)
-    options.vary(parser)
-    options.trace(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.script_command
+@options.case_or_script
+@click.option(
+    "--good",
+    required=True,
+    metavar="RELEASE|STACK",
+    help="a release without the failure, or a stack (a name, a lock file, python:PATH)",
+)
+@click.option(
+    "--bad", required=True, metavar="RELEASE|STACK", help="a release with the failure, or a stack"
+)
+@click.option(
+    "--package",
+    help="search its releases (default: transformers); with two stacks: search this package only",
+)
+@click.option("--variant", help="default: the first variant")
+@options.flag("--any-change", "search for any change of the result, not only of this failure")
+@click.option(
+    "--repo",
+    metavar="DIR",
+    help="a local git clone of the package, to find the commit; the clone is only read",
+)
+@click.option(
+    "--max-probes", type=click.IntRange(3), metavar="N", help="at most N probes in each search"
+)
+@options.flag(
+    "--numbers",
+    "the failure: a number of the training differs from the good end's by more than rounding;"
+    " names the module",
+)
+@options.vary
+@options.trace
+def main(args: options.Arguments) -> int:
     _check_ends(args.good, args.bad)
     prober, variant, base = _of_script(args) if options.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
@@ -102,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if search.stages else 3
 
 
-def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
+def _of_case(args: options.Arguments) -> tuple[Prober, str, str]:
     case, request, base = options.case_of(
         args, {"variants": "bisect one variant with --variant NAME"}
     )
@@ -110,7 +105,7 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
     return Prober(request, log, threading.Event(), variants=[variant]), variant, base
 
 
-def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
+def _of_script(args: options.Arguments) -> tuple[Prober, str, str]:
     """Return the prober of a script. Lock files become stacks first."""
     from repro_matrix.environment.lockfiles import endpoints
 
@@ -122,7 +117,7 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
 
 
 def _other_causes(
-    args: argparse.Namespace, search: Search, package: str | None, base: str
+    args: options.Arguments, search: Search, package: str | None, base: str
 ) -> list[str]:
     """Return what else the failure may depend on, with commands."""
     releases, name = is_release(args.good), package or "transformers"
@@ -138,7 +133,7 @@ def _other_causes(
     )
 
 
-def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
+def _judge_ends(args: options.Arguments, prober: Prober) -> None:
     """Add to the report which of the two ends is consistent with itself."""
     from repro_matrix.compare import consistency
     from repro_matrix.compare import two_sides as compare

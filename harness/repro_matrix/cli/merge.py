@@ -9,13 +9,15 @@ exit codes: 0 every shard is complete; 3 a shard, or a cell of one, is missing (
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import click
+
+from repro_matrix.cli import options
 from repro_matrix.errors import ResultsError
 from repro_matrix.results import runs
 from repro_matrix.results.store import UNFINISHED
@@ -24,14 +26,12 @@ from repro_matrix.text import counted, list_some
 SHOWN = 5  # missing cells of a shard
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="the results of one shard each")
-    parser.add_argument(
-        "--to", metavar="DIR", required=True, help="where all of them go; new, or empty"
-    )
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "folders", nargs=-1, required=True, metavar="DIR...", help="the results of one shard each"
+)
+@click.option("--to", metavar="DIR", required=True, help="where all of them go; new, or empty")
+def main(args: options.Arguments) -> int:
     target = Path(args.to).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ResultsError(f"{target}: --to needs a folder that is new or empty")

@@ -10,10 +10,11 @@ code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempt
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import threading
 from dataclasses import replace
+
+import click
 
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
@@ -27,15 +28,11 @@ from repro_matrix.search.reduce import CaseReduction, ScriptReduction
 from repro_matrix.text import log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    parser.set_defaults(command=None)  # it takes no command after --: it varies --args
-    add = parser.add_argument
-    add("--variant", help="of a case: the variant to reduce (default: the first)")
-    add("--max-probes", type=options.number_type(1), metavar="N", help="launch at most N attempts")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command  # without a command line after --: it varies --args
+@options.case_or_script
+@click.option("--variant", help="of a case: the variant to reduce (default: the first)")
+@click.option("--max-probes", type=click.IntRange(1), metavar="N", help="launch at most N attempts")
+def main(args: options.Arguments) -> int:
     stop = threading.Event()
     search: CaseReduction | ScriptReduction = (
         _script(args, stop) if options.names_script(args) else _case(args, stop)
@@ -62,12 +59,12 @@ def main(args: argparse.Namespace) -> int:
     return 0 if data["done"] else 3
 
 
-def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
+def _case(args: options.Arguments, stop: threading.Event) -> CaseReduction:
     _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
     return CaseReduction(args.variant, request, _stack(spec), args.max_probes, log, stop)
 
 
-def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
+def _script(args: options.Arguments, stop: threading.Event) -> ScriptReduction:
     script, spec, settings = options.script_of(args)
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
     return ScriptReduction(

@@ -7,7 +7,6 @@ A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown.
 
 from __future__ import annotations
 
-import argparse
 import threading
 
 from repro_matrix.cli import matrix, options
@@ -23,17 +22,15 @@ from repro_matrix.runner import session
 from repro_matrix.text import counted, log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    matrix.run_options(parser)
-    text = (
-        "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128"
-        " or more: an error"
-    )
-    parser.add_argument("--bisect-exit", action="store_true", help=text)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.script_command
+@options.case_or_script
+@matrix.run_options
+@options.flag(
+    "--bisect-exit",
+    "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or"
+    " more: an error",
+)
+def main(args: options.Arguments) -> int:
     if options.names_script(args):
         return run_script(args)
     options.refuse(args)
@@ -48,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     return matrix.run_selection(args, texts, every_variant=True, live=True)
 
 
-def run_script(args: argparse.Namespace) -> int:
+def run_script(args: options.Arguments) -> int:
     from repro_matrix.runner.adhoc_case import in_shell, known_failures
     from repro_matrix.search.script_prober import describe_probe_result
 

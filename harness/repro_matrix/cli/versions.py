@@ -10,10 +10,11 @@ are stored: the same command continues an interrupted search and repeats no prob
 
 from __future__ import annotations
 
-import argparse
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
+
+import click
 
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
@@ -34,25 +35,31 @@ if TYPE_CHECKING:
     from repro_matrix.compare.two_sides import NumbersProber
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    add = parser.add_argument
-    add("--package", default="transformers", help="map its releases (default: transformers)")
-    text = "such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)"
-    add("--range", metavar="FIRST..LAST", help=text)
-    text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
-    add("--samples", type=options.number_type(2), metavar="N", default=8, help=text)
-    add("--max-probes", type=options.number_type(1), metavar="N", help="at most N probes")
-    text = (
-        "the failure of a script: a number of its training differs from those of this release by"
-        " more than rounding"
-    )
-    add("--numbers", metavar="RELEASE|STACK", help=text)
-    options.vary(parser)
-    options.trace(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.script_command
+@options.case_or_script
+@click.option("--package", default="transformers", help="map its releases (default: transformers)")
+@click.option(
+    "--range",
+    metavar="FIRST..LAST",
+    help="such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(2),
+    metavar="N",
+    default=8,
+    help="releases to probe first (default: 8); every change is then narrowed to neighbours",
+)
+@click.option("--max-probes", type=click.IntRange(1), metavar="N", help="at most N probes")
+@click.option(
+    "--numbers",
+    metavar="RELEASE|STACK",
+    help="the failure of a script: a number of its training differs from those of this release by"
+    " more than rounding",
+)
+@options.vary
+@options.trace
+def main(args: options.Arguments) -> int:
     prober, base = _prober(args)
     package = canonical(args.package)
     if not prober.variants:
@@ -104,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
     return 3 if trail.ended else 0
 
 
-def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
+def _prober(args: options.Arguments) -> tuple[Prober, str]:
     if options.names_script(args):
         return options.script_prober(args)
     _, request, base = options.case_of(args)
