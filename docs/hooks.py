@@ -69,7 +69,7 @@ def case_models() -> list[type[BaseModel]]:
 def axis_models() -> list[type[BaseModel]]:
     from repro_matrix.config import schema
 
-    axes = (schema.Model, schema.Strategy, schema.Stack, schema.Hardware)
+    axes = (schema.Model, schema.Strategy, schema.StackFile, schema.HardwareProfile)
     return list(dict.fromkeys(model for axis in axes for model in reachable(axis)))
 
 

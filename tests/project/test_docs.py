@@ -119,7 +119,16 @@ def test_links_outside_the_site_lead_to_a_file() -> None:
 def test_every_guide_and_concept_is_in_the_readme() -> None:
     pages = [name for name in TEXTS if name.startswith(("docs/guides", "docs/concepts"))]
     assert not [name for name in pages if name not in TEXTS["README.md"]]
-    assert len(TEXTS["README.md"].splitlines()) <= 130
+    assert len(TEXTS["README.md"].splitlines()) <= 140
+
+
+def test_log_in_the_readme_is_answered_with_these_lines(capsys: pytest.CaptureFixture) -> None:
+    shown = TEXTS["README.md"].split("$ repro match train.log\n")[1].split("\n\n")[0]
+    lines = [line.strip() for line in shown.splitlines()]
+    log = DOCS / "examples" / "lora-dtype" / "train.log"
+    assert cli.main(["match", str(log)]) == ExitCode.OK
+    answer = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) > 5 and lines == [line for line in answer if line in lines]
 
 
 def test_answer_in_the_readme_is_what_the_published_results_show() -> None:
