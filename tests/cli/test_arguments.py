@@ -93,7 +93,8 @@ def test_one_stack_splits_the_stack_from_the_rest() -> None:
     [
         (["a"], "is not NAME=VALUE"),
         (["stack=1", "stack=2"], "given twice"),
-        (["stack="], "a value is missing"),
+        (["stack="], "name one stack"),
+        (["stack=1,2"], "name one stack"),
         (["variants=[a]"], "not here"),
         (["+matrix=seeds"], "named matrices"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.cli import main as cli
-from repro_matrix.cli import options
+from repro_matrix.cli import options, script_arguments
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
@@ -282,7 +282,7 @@ def test_command_after_dashes_keeps_its_options() -> None:
     words = ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"]
     args = options.Arguments(**cli.parse("run", words).params)
     assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
-    assert options.names_script(args)
+    assert script_arguments.names_script(args)
 
 
 # -- run

@@ -24,11 +24,11 @@ from typing import Any
 import click
 
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
-from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log, one_line
 
 
@@ -56,7 +56,7 @@ def _side_options(side: str) -> Any:
     )
 
 
-@options.script_command
+@options.command
 @click.argument(
     "case",
     metavar="[SCRIPT]",
@@ -85,7 +85,7 @@ def main(args: options.Arguments) -> int:
     from repro_matrix.runner.adhoc_case import in_shell
 
     (one, base, _), (other, _, _) = (
-        options.script_of(_side(args, side)) for side in ("good", "bad")
+        scripts.script_of(_side(args, side)) for side in ("good", "bad")
     )
     specs, notes = _stacks(args, base, one.results)
     built = [in_shell(replace(stacks.resolve(text, say=log), name=text)) for text in specs]
@@ -100,21 +100,18 @@ def main(args: options.Arguments) -> int:
         )
     stop, window = threading.Event(), compare.Window(args.steps, args.from_step)
     varied = [
-        (side, options.configurations(_side(args, side))[0], stack)
+        (side, scripts.configurations(_side(args, side))[0], stack)
         for side, stack in (("good", built[0]), ("bad", built[1]))
-        if options.varies(args)
+        if scripts.varies(args)
     ]
     runner = compare.TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
-        try:
-            found = compare.compare_trainings(runner, good, bad, window)
-            checked = {
-                side: consistency.check_consistency(runner, each, stack, window)[0]
-                for side, each, stack in varied
-            }
-        except Stopped as stopped:
-            return options.stopped(stopped)
-    command = shlex.join(["repro", "compare", *args.words])
+        found = compare.compare_trainings(runner, good, bad, window)
+        checked = {
+            side: consistency.check_consistency(runner, each, stack, window)[0]
+            for side, each, stack in varied
+        }
+    command = shlex.join(args.line)
     data = {**found.to_json(), "notes": notes, "command": command}
     data["consistency"] = {
         side: consistency.consistency_to_json(each, []) for side, each in checked.items()
@@ -138,7 +135,7 @@ def main(args: options.Arguments) -> int:
 
 def _side(args: options.Arguments, side: str) -> options.Arguments:
     """Return the arguments of `repro run` for one side."""
-    own = options.with_arguments(args, " ".join(getattr(args, f"{side}_args")))
+    own = scripts.with_arguments(args, " ".join(getattr(args, f"{side}_args")))
     own.nproc = getattr(args, f"{side}_nproc") or args.nproc
     others = [word for word in args.overrides if "=" not in word]
     own.overrides = [word for word in args.overrides if "=" in word]

@@ -1,17 +1,13 @@
-"""Share the arguments of commands: their declarations, overrides in Hydra's grammar, scripts.
+"""Declare the arguments that commands share, and read what they say about stacks and cases.
 
-``args.overrides`` are axes and settings, ``args.words`` is the command line as it was typed. What a
-script needs is imported when one is given.
+A command is a function with click's decorators. It gets ``Arguments``; ``args.overrides`` are axes
+and settings in Hydra's grammar. cli/script_arguments.py reads the arguments of a user's script.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import re
-import shlex
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
@@ -20,33 +16,21 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from repro_matrix.config.selection import GROUPS
-from repro_matrix.config.settings import RunSettings, compose_run
+from repro_matrix.config.selection import GROUPS, parse_overrides
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log
 
 if TYPE_CHECKING:
-    from repro_matrix.compare.consistency import Configuration
     from repro_matrix.config.schema import Case
-    from repro_matrix.runner.adhoc_case import Script
-    from repro_matrix.runner.script_failure import ScriptFailure
     from repro_matrix.runner.session import Request
-    from repro_matrix.search.algorithms import Stopped
-    from repro_matrix.search.script_prober import ScriptProber
 
 SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fields))
-TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
-# Option of a script -> the function of runner/script_failure.py that reads the failure it
-# describes.
-FAILURES = {
-    "error": "error",
-    "log": "failure_in_log",
-    "exit": "failure_by_exit_code",
-    "hang": "hang",
-    "metric": "metric",
-}
+OPTIONS = "Options"  # the section of the help for options that do not name one
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -57,7 +41,7 @@ class Arguments(SimpleNamespace):
 class Option(click.Option):
     """An option with the title of its section of the help."""
 
-    def __init__(self, *args: Any, section: str = "Options", **attributes: Any) -> None:
+    def __init__(self, *args: Any, section: str = OPTIONS, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.section = section
 
@@ -72,39 +56,49 @@ class Choice(click.Choice[str]):
 
 
 class Command(click.Command):
-    """A command that gets its arguments as one object."""
+    """A command that gets its arguments as one object.
+
+    Besides the declared arguments these are ``line``, the whole command line; ``given``, the
+    options that the user gave, each with its section of the help; and ``command``, a user's command
+    line after ``--``, of a command that takes scripts.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.params["words"] = list(args)
-        return super().parse_args(ctx, args)
+        line, cut = [*ctx.command_path.split(), *args], len(args)
+        if "--" in args and any(param.name == "script_args" for param in self.params):
+            cut = args.index("--")
+            if args[cut:] == ["--"]:
+                raise ConfigError(
+                    "No command after --. Write one, such as torchrun --nproc-per-node 2 train.py."
+                )
+        rest = super().parse_args(ctx, args[:cut])
+        typed = ParameterSource.COMMANDLINE
+        given = {
+            param.opts[0]: getattr(param, "section", OPTIONS)
+            for param in self.params
+            if isinstance(param, click.Option) and ctx.get_parameter_source(param.name) is typed
+        }
+        ctx.params |= {"line": line, "given": given, "command": args[cut + 1 :]}
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        assert self.callback
+        try:
+            return self.callback(Arguments(**ctx.params))
+        except Stopped as error:
+            reason = str(error).rstrip(".")
+            log(f"stopped: {reason}. The probes are stored; the same command continues.")
+            return error.exit_code
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections = defaultdict(list)
         for param in self.get_params(ctx):
             if isinstance(param, click.Option):
-                title = getattr(param, "section", "Options")
+                title = getattr(param, "section", OPTIONS)
                 sections[title].append(param.get_help_record(ctx) or ("", ""))
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        assert self.callback
-        return self.callback(Arguments(**ctx.params))
-
-
-class ScriptCommand(Command):
-    """A command that also takes a user's command line, after --."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        cut = args.index("--") if "--" in args else len(args)
-        if args[cut:] == ["--"]:
-            raise ConfigError(
-                "No command after --. Write one, such as torchrun --nproc-per-node 2 train.py."
-            )
-        rest = super().parse_args(ctx, args[:cut])
-        ctx.params |= {"words": args, "command": args[cut + 1 :]}
-        return rest
 
 
 # Declarations
@@ -115,15 +109,10 @@ def as_written(text: str | None) -> str:
     return f"\b\n{text or ''}".replace("\n\n", "\n\n\b\n")
 
 
-def command(
-    main: Callable[[Any], int], kind: type[click.Command] = Command, help: str | None = None
-) -> click.Command:
+def command(main: Callable[[Any], int]) -> click.Command:
     """Return a module's command. Its help is the docstring of the module."""
-    help = as_written(help or sys.modules[main.__module__].__doc__)
-    return click.command(cls=kind, help=help, context_settings=CONTEXT)(config_dir(main))
-
-
-script_command = partial(command, kind=ScriptCommand)
+    text = as_written(sys.modules[main.__module__].__doc__)
+    return click.command(cls=Command, help=text, context_settings=CONTEXT)(config_dir(main))
 
 
 def explain(error: click.UsageError) -> str:
@@ -243,16 +232,19 @@ case_or_script = together(
     json,
     _script,
 )
-_of_trace = partial(click.option, cls=Option, section="What is compared", metavar="N")
+_of_trace = partial(click.option, cls=Option, section="What is compared")
+numbers = partial(_of_trace, "--numbers")
 trace = together(
     _of_trace(
         "--steps",
+        metavar="N",
         type=click.IntRange(1),
         default=3,
         help="trace N steps (default: 3), then end the script",
     ),
     _of_trace(
         "--from-step",
+        metavar="N",
         type=click.IntRange(0),
         default=0,
         help="the first of them (default: 0)",
@@ -281,29 +273,22 @@ vary = together(
 def one_stack(
     args: Arguments, refused: Mapping[str, str] | None = None
 ) -> tuple[str | None, list[str]]:
-    """Return the value of ``stack=`` and the other overrides. ``refused``: names that the command
-    does not take -> the reason. Raises ConfigError."""
-    refused = {
+    """Return the value of ``stack=``, or None, and the other overrides. Raise ConfigError.
+
+    ``refused``: keys that the command does not take -> the reason.
+    """
+    reasons = {
         "matrix": "named matrices are for `repro matrix`, list and doctor",
         **(refused or {}),
     }
-    found, rest = None, []
-    for text in args.overrides:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        reason = refused.get(name.lstrip("+~").split(".")[0])
-        if reason or not equals:
-            raise ConfigError(f"{text!r}: {reason or 'is not NAME=VALUE'}")
-        if name != "stack":
-            rest.append(text)
-        elif found or not value:
-            raise ConfigError("stack= is given twice" if found else "stack=: a value is missing")
-        else:
-            found = (
-                value[1:-1]
-                if len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-                else value
-            )
-    return found, rest
+    selection = parse_overrides(args.overrides)
+    for key, text in selection.words:
+        if key in reasons:
+            raise ConfigError(f"{text!r}: {reasons[key]}")
+    if selection.stack[1:] or not selection.stack[0]:
+        raise ConfigError(f"stack={','.join(selection.stack)}: name one stack.")
+    stack = selection.stack[0] if "stack" in selection.given else None
+    return stack, [text for key, text in selection.words if key != "stack"]
 
 
 def case_of(args: Arguments, refused: Mapping[str, str] | None = None) -> tuple[Case, Request, str]:
@@ -313,14 +298,18 @@ def case_of(args: Arguments, refused: Mapping[str, str] | None = None) -> tuple[
     from repro_matrix.runner.session import make_request
     from repro_matrix.search.prober import one_case
 
-    refuse(args)
+    refuse_script_options(args)
     stack, texts = one_stack(args, refused)
     case = one_case(named_case(args.case))
-    return (
-        case,
-        make_request([f"case={args.case}", *texts]),
-        stack or case.requires.stack or "current",
-    )
+    request = make_request([f"case={args.case}", *texts])
+    return case, request, stack or case.requires.stack or "current"
+
+
+def refuse_script_options(args: Arguments) -> None:
+    """Raise ConfigError where options of a script are given without one."""
+    for name, section in args.given.items():
+        if section != OPTIONS:
+            raise ConfigError(f"{name} is for a script of your own. Write a script as ./train.py.")
 
 
 def named_case(case: str | None) -> str:
@@ -360,176 +349,3 @@ def stack_of(side: str, text: str, base: str, package: str) -> str:
         text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
     check_stack(side, text)
     return text
-
-
-def stopped(error: Stopped) -> int:
-    """Print why a search ended early, and return its exit code."""
-    reason = str(error).rstrip(".")
-    log(f"stopped: {reason}. The probes are stored; the same command continues.")
-    return error.exit_code
-
-
-# For main, if a script is given
-
-
-def names_script(args: Arguments) -> bool:
-    """Return whether the command's first argument is a script, not a case."""
-    from repro_matrix.runner.adhoc_case import is_script
-
-    return bool(getattr(args, "command", None)) or args.module or is_script(args.case or "")
-
-
-def _failures(args: Arguments) -> list[str]:
-    named = [name for name in FAILURES if getattr(args, name, None) is not None]
-    return [*named, *(["numbers"] if getattr(args, "numbers", False) else [])]
-
-
-def refuse(args: Arguments) -> None:
-    """Raise ConfigError where options of a script are given without one."""
-    others = {"check": args.checks, "nproc": args.nproc, "args": args.script_args}
-    others |= {name: getattr(args, name, None) for name in ("vary", "ranks")}
-    if names := [*_failures(args), *(name for name, value in others.items() if value)]:
-        raise ConfigError(
-            f"--{names[0]} is for a script of your own. Write a script as ./train.py."
-        )
-
-
-def _failure_of(args: Arguments) -> ScriptFailure:
-    from repro_matrix.runner import script_failure
-
-    names = _failures(args)
-    if len(names) > 1:
-        raise ConfigError(
-            f"--{names[0]} and --{names[1]} both describe the failure. Give one of them."
-        )
-    if not names or names == ["numbers"]:
-        return script_failure.ScriptFailure()
-    failure: ScriptFailure = getattr(script_failure, FAILURES[names[0]])(getattr(args, names[0]))
-    return failure
-
-
-def script_of(args: Arguments, needs_limit: bool = True) -> tuple[Script, str, RunSettings]:
-    """Return the script, the stack's specification and the run's settings. Raises ConfigError
-    before anything starts.
-
-    ``needs_limit``: a metric without a limit is refused."""
-    from repro_matrix.runner import adhoc_case, script_failure
-
-    if getattr(args, "variant", None):
-        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
-    words = list(getattr(args, "command", None) or ())
-    if words and args.case:
-        args.overrides, args.case = [args.case, *args.overrides], None
-    stack, texts = one_stack(args)
-    for text in texts:
-        if re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0] not in TAKEN:
-            raise ConfigError(
-                f"{text!r} does not apply to a script. Overrides that do: {', '.join(TAKEN)}."
-            )
-    settings = compose_run(texts)
-    if words:
-        if args.script_args:
-            raise ConfigError(
-                "--args goes with a script's name; a command line after -- has its own arguments."
-            )
-        command = adhoc_case.command_of_words(words, args.nproc)
-    else:
-        if not args.case:
-            what = "--module: a module's name" if args.module else "the script's name"
-            raise ConfigError(f"{what} is missing. Write ./train.py, or --module my.train.")
-        command = adhoc_case.command_of_script(
-            args.case, args.nproc or 2, args.script_args, args.module
-        )
-    failure = _failure_of(args)
-    if needs_limit and failure.needs_limit:
-        text = "write NAME > NUMBER; only a bisection can find the limit itself"
-        raise ConfigError(f"--metric {failure.text!r}: {text}.")
-    checks = tuple(sorted(set(getattr(args, "checks", ()))))
-    failure = script_failure.with_checks(failure, checks) if checks else failure
-    env, results = tuple(sorted(settings.env.items())), adhoc_case.script_results(settings.results)
-    deadline = settings.deadline or adhoc_case.DEADLINE_S
-    return (
-        adhoc_case.Script(command, failure, results, deadline, env, checks),
-        stack or "current",
-        settings,
-    )
-
-
-def varies(args: Arguments) -> bool:
-    """Return whether a script is to be compared with itself. Raises ConfigError: the failure is
-    also described."""
-    given = bool(args.vary or args.ranks)
-    if given and (
-        names := [*_failures(args), *(["check"] if getattr(args, "checks", ()) else [])]
-    ) not in (
-        [],
-        ["numbers"],
-    ):
-        raise ConfigError(
-            f"--vary and --ranks search for a script that contradicts itself: remove --{names[0]}."
-        )
-    return given
-
-
-def with_arguments(args: Arguments, words: str, nproc: int | None = None) -> Arguments:
-    """Return the arguments of a command for the script with more arguments, and with another number
-    of ranks."""
-    own = copy.copy(args)
-    if getattr(args, "command", None):
-        from repro_matrix.runner.adhoc_case import with_ranks
-
-        own.command = [
-            *(with_ranks(args.command, nproc) if nproc else args.command),
-            *shlex.split(words),
-        ]
-    else:
-        own.nproc, own.script_args = nproc or args.nproc, f"{args.script_args} {words}".strip()
-    return own
-
-
-def configurations(args: Arguments) -> tuple[list[Configuration], str]:
-    """Return the configurations of --ranks and --vary, else of the Trainer's arguments, and the
-    stack's specification. Raises ConfigError before anything starts."""
-    from repro_matrix.compare import consistency
-
-    axes = [consistency.option_choices("--ranks", args.ranks)] if args.ranks else []
-    axes += [consistency.option_choices("--vary", text) for text in args.vary]
-    script, base, _ = script_of(copy.copy(args))
-    axes = axes or [consistency.option_choices("--ranks", consistency.of_trainer(script))]
-    found = []
-    for chosen in consistency.combinations(axes):
-        words, labels = (
-            " ".join(each.words for each in chosen),
-            (label for each in chosen for label in each.labels),
-        )
-        script, _, _ = script_of(with_arguments(args, words, chosen[0].ranks))
-        found.append(consistency.Configuration(tuple(labels), script))
-    return found, base
-
-
-def script_prober(args: Arguments, needs_limit: bool = True) -> tuple[ScriptProber, str]:
-    """Return the prober of a search with a script, for its failure, its numbers, or whether it
-    contradicts itself, and the stack's specification."""
-    from repro_matrix.search.script_prober import ScriptProber
-
-    script, base, settings = script_of(args, needs_limit)
-    against_itself = varies(args)
-    if not args.numbers and not against_itself:
-        return ScriptProber(script, log, threading.Event(), settings.repeat), base
-    from repro_matrix.compare.two_sides import NumbersProber, Window  # numpy
-
-    window = Window(args.steps, args.from_step)
-    if args.numbers:
-        if getattr(args, "any_change", False) or args.checks or settings.repeat:
-            raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
-        if against_itself and args.numbers is not True:
-            raise ConfigError(
-                "--numbers: remove --vary and --ranks. `repro bisect --numbers` takes both."
-            )
-        return NumbersProber(script, window, log, threading.Event()), base
-    from repro_matrix.compare.consistency import ConsistencyProber
-
-    if settings.repeat:
-        raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
-    given = [f"--ranks={args.ranks}"] * bool(args.ranks) + [f"--vary={text}" for text in args.vary]
-    return ConsistencyProber(configurations(args)[0], given, window, log, threading.Event()), base

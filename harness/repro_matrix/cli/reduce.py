@@ -17,8 +17,10 @@ from dataclasses import replace
 import click
 
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
+from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import in_shell
@@ -28,24 +30,21 @@ from repro_matrix.search.reduce import CaseReduction, ScriptReduction
 from repro_matrix.text import log
 
 
-@options.command  # without a command line after --: it varies --args
+@options.command
 @options.case_or_script
 @click.option("--variant", help="of a case: the variant to reduce (default: the first)")
 @click.option("--max-probes", type=click.IntRange(1), metavar="N", help="launch at most N attempts")
 def main(args: options.Arguments) -> int:
     stop = threading.Event()
     search: CaseReduction | ScriptReduction = (
-        _script(args, stop) if options.names_script(args) else _case(args, stop)
+        _script(args, stop) if scripts.names_script(args) else _case(args, stop)
     )
     with workspace.interruptible(stop, log), search:
-        try:
-            data = search.run()
-        except Stopped as error:
-            return options.stopped(error)
+        data = search.run()
     text = report.render_search("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
     if isinstance(search.ended, Stopped):
-        return options.stopped(search.ended)
+        raise search.ended
     if data["unsure"]:
         log(
             f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command"
@@ -65,7 +64,9 @@ def _case(args: options.Arguments, stop: threading.Event) -> CaseReduction:
 
 
 def _script(args: options.Arguments, stop: threading.Event) -> ScriptReduction:
-    script, spec, settings = options.script_of(args)
+    if args.command:
+        raise ConfigError("reduce varies --args: write ./train.py --args ... instead of --.")
+    script, spec, settings = scripts.script_of(args)
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
     return ScriptReduction(
         script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 
 from repro_matrix.cli import matrix, options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
@@ -22,7 +23,7 @@ from repro_matrix.runner import session
 from repro_matrix.text import counted, log
 
 
-@options.script_command
+@options.command
 @options.case_or_script
 @matrix.run_options
 @options.flag(
@@ -31,9 +32,9 @@ from repro_matrix.text import counted, log
     " more: an error",
 )
 def main(args: options.Arguments) -> int:
-    if options.names_script(args):
+    if scripts.names_script(args):
         return run_script(args)
-    options.refuse(args)
+    options.refuse_script_options(args)
     cases = options.named_case(args.case).split(",")
     expand(
         "case",
@@ -49,7 +50,7 @@ def run_script(args: options.Arguments) -> int:
     from repro_matrix.runner.adhoc_case import in_shell, known_failures
     from repro_matrix.search.script_prober import describe_probe_result
 
-    script, spec, settings = options.script_of(args)
+    script, spec, settings = scripts.script_of(args)
     request = script.request(spec, settings.repeat)
     case = request.catalogue.cases[script.slug]
     assert isinstance(case, AdhocCase)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.environment.stacks import lock as locks
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from repro_matrix.compare.two_sides import NumbersProber
 
 
-@options.script_command
+@options.command
 @options.case_or_script
 @click.option("--package", default="transformers", help="map its releases (default: transformers)")
 @click.option(
@@ -51,8 +52,7 @@ if TYPE_CHECKING:
     help="releases to probe first (default: 8); every change is then narrowed to neighbours",
 )
 @click.option("--max-probes", type=click.IntRange(1), metavar="N", help="at most N probes")
-@click.option(
-    "--numbers",
+@options.numbers(
     metavar="RELEASE|STACK",
     help="the failure of a script: a number of its training differs from those of this release by"
     " more than rounding",
@@ -83,10 +83,7 @@ def main(args: options.Arguments) -> int:
     with workspace.interruptible(prober.stop, log), prober:
         if args.numbers:
             good = options.stack_of("numbers", args.numbers, base, package)
-            try:
-                cast("NumbersProber", prober).measure_good(Target(args.numbers, good))
-            except Stopped as error:
-                return options.stopped(error)
+            cast("NumbersProber", prober).measure_good(Target(args.numbers, good))
         algorithms.version_map(trail, len(names), prober.variants, args.samples)
     stopped = trail.ended if isinstance(trail.ended, Stopped) else None
     data = report.version_map_to_json(prober, base, package, names, trail, points)
@@ -95,12 +92,11 @@ def main(args: options.Arguments) -> int:
     if trail.ended is None and all(
         len(variant["segments"]) == 1 for variant in data["variants"].values()
     ):
-        words = ["repro", "versions", *args.words]
-        vary = reworded(words, {"--numbers": good} if args.numbers else {})
-        data["may_depend_on"] = list_causes(prober, [package], words, vary)
+        vary = reworded(args.line, {"--numbers": good} if args.numbers else {})
+        data["may_depend_on"] = list_causes(prober, [package], args.line, vary)
     print_json(data) if args.json else print(report.render_search("versions", data))
     if stopped:
-        return options.stopped(stopped)
+        raise stopped
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
     if trail.ended:
@@ -112,8 +108,8 @@ def main(args: options.Arguments) -> int:
 
 
 def _prober(args: options.Arguments) -> tuple[Prober, str]:
-    if options.names_script(args):
-        return options.script_prober(args)
+    if scripts.names_script(args):
+        return scripts.script_prober(args)
     _, request, base = options.case_of(args)
     return Prober(request, log, threading.Event()), base
 
