@@ -22,7 +22,6 @@ from repro_matrix.changes.history import NightlyRun
 from repro_matrix.changes.missing import Requested, describe_missing, find_missing
 from repro_matrix.changes.regressions import compare_to_last_passing
 from repro_matrix.changes.sides import VariantResult
-from repro_matrix.cli import bisect, options
 from repro_matrix.cli import main as cli
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
@@ -765,11 +764,7 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     good.write_text("torch==2.13.0\n")
     assert bisections.report(changed) == "torch 2.14.0 is the first bad release"
     (words,) = commands
-    parser = options.Parser()
-    bisect.configure(parser)
-    assert options.parse_arguments(parser, words[1:]).any_change, (
-        "the command takes these arguments"
-    )
+    assert cli.parse("bisect", words[1:]).params["any_change"], "the command takes these arguments"
     assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)]
     assert {"model=m", "--variant", "fix"} < set(words)
     assert "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed))
