@@ -1,5 +1,4 @@
-"""Report, in a stack's own python, what torch is and whether it can use the devices that it is
-given.
+"""Report, in a stack's python, what torch is and whether it can use the given devices.
 
     device_probe.py cpu          torch's version and backends
     device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and
@@ -66,9 +65,8 @@ def devices(torch: Any, touch: set[int]) -> None:
         try:
             result["name"] = torch.cuda.get_device_name(index)
             result["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(index))
-            result["uuid"] = str(
-                getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            )  # torch >= 2.5
+            # torch >= 2.5
+            result["uuid"] = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
             if index in touch:
                 compute(torch, index)
         except BaseException as error:
@@ -77,8 +75,10 @@ def devices(torch: Any, touch: set[int]) -> None:
 
 
 def compute(torch: Any, index: int) -> None:
-    """Run a library's kernel and one of torch's own: each may lack the GPU's architecture without
-    the other."""
+    """Run a library's kernel and one of torch's own.
+
+    Each may lack the GPU's architecture without the other.
+    """
     ones = torch.ones(16, 16, device=torch.device("cuda", index))
     total = float((ones @ ones + ones).sum())
     if total != 16 * 16 * 17:
@@ -99,8 +99,10 @@ def imports() -> None:
 
 
 def all_reduce(rank: int, folder: str, device: int) -> None:
-    """Add numbers of two ranks, few and many; never returns. The launcher counts the time from
-    ``stage``."""
+    """Add numbers of two ranks, few and many; never returns.
+
+    The launcher counts the time from ``stage``.
+    """
     report(stage="import torch")
     try:
         import torch
