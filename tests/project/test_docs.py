@@ -120,6 +120,8 @@ def test_every_guide_and_concept_is_in_the_readme() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 130
 
 
+@pytest.mark.xdist_group("baseline")
+@pytest.mark.usefixtures("published_rows")
 def test_answer_in_the_readme_is_what_the_published_results_show() -> None:
     shown = pictures.ANSWER.search(TEXTS["README.md"])
     assert shown and len(shown[0].splitlines()) > 8
