@@ -41,7 +41,13 @@ SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fi
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
 # Option of a script -> the function of runner/script_failure.py that reads the failure it
 # describes.
-FAILURES = {"error": "error", "log": "log", "exit": "exit_code", "hang": "hang", "metric": "metric"}
+FAILURES = {
+    "error": "error",
+    "log": "failure_in_log",
+    "exit": "failure_by_exit_code",
+    "hang": "hang",
+    "metric": "metric",
+}
 
 
 class Parser(argparse.ArgumentParser):
