@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import yaml
@@ -42,11 +43,17 @@ What failed is ZeRO-2: DeepSpeed 0.19 cannot read a CUDA_VISIBLE_DEVICES that ho
 """
 
 
+@cache
+def results(run: str) -> list[VariantResult]:
+    """Return the rows of a run of results/gpu."""
+    return load_folder(FOLDER / run).rows
+
+
 def compared() -> dict[str, list[Agreement]]:
     """Return run -> the agreement of each case with the CPU."""
-    cpu = load_folder(FOLDER / "cpu").rows
+    cpu = results("cpu")
     runs = (run for listed in BACKENDS.values() for run in listed)
-    return {run: measure_agreement(cpu, load_folder(FOLDER / run).rows) for run in runs}
+    return {run: measure_agreement(cpu, results(run)) for run in runs}
 
 
 def share(cases: Iterable[Agreement]) -> str:
@@ -88,7 +95,7 @@ def page() -> str:
     alone = [
         each
         for run in runs
-        for each in load_folder(FOLDER / run).rows
+        for each in results(run)
         if each.measured and each.hardware != "cpu" and (run, each.key, each.variant) not in paired
     ]
     counts = Counter(

@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -1362,9 +1363,15 @@ def tails() -> dict[str, tuple[frozenset[str], str]]:
     return found
 
 
-def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
+@pytest.mark.parametrize(
+    ("part", "least"), [(5, 60), pytest.param(1, 300, marks=pytest.mark.slow)], ids=["fifth", "all"]
+)
+def test_recognize_of_every_published_log_tail_is_right_or_nothing(part: int, least: int) -> None:
+    """The gate reads a fifth of them: those whose checksum is divisible by ``part``."""
     wrong, missed, named = [], [], 0
     for tail, (right, where) in tails().items():
+        if zlib.crc32(tail.encode()) % part:
+            continue
         found = answer(tail.split("\n"))
         names = set(found.names)
         if names - right:
@@ -1383,7 +1390,7 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         }
         if raised and known and not names and not possible(found) & right:
             missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
-    assert (wrong, missed) == ([], []) and named > 300
+    assert (wrong, missed) == ([], []) and named > least
 
 
 # Probe of the survey of a real GPU -> what its log shows; of the others: nothing.

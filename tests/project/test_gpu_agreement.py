@@ -3,7 +3,14 @@ is explained."""
 
 from __future__ import annotations
 
+import pytest
+
 from bench import agreement
+
+pytestmark = [
+    pytest.mark.xdist_group("baseline"),
+    pytest.mark.usefixtures("published_rows"),
+]
 
 
 def test_page_is_computed_from_the_stored_runs() -> None:

@@ -748,6 +748,8 @@ def test_every_difference_needs_attention_and_nothing_else_does(
     assert not of(made).attention
 
 
+@pytest.mark.xdist_group("baseline")
+@pytest.mark.usefixtures("published_rows")
 def test_a_fix_that_is_a_newer_release_says_so_also_where_an_older_run_stored_another_reason() -> (
     None
 ):

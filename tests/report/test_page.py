@@ -330,6 +330,8 @@ def test_earlier_runs_are_a_strip_for_each_case() -> None:
     assert not page(cell(), runs=runs[:1]).runs
 
 
+@pytest.mark.xdist_group("baseline")
+@pytest.mark.usefixtures("published_rows")
 def test_pictures_show_the_page_of_today() -> None:
     stored = json.loads(pictures.DIGESTS.read_text(encoding="utf-8"))
     assert stored == pictures.digests(pictures.report()), (
