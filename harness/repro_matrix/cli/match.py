@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "logs",
         nargs="*",
         metavar="LOG",
-        help="a training log, also gzip or UTF-16; - or none: stdin",
+        help="a training log: text, gzip or JSON lines; - or none: stdin",
     )
     parser.add_argument(
         "--versions",
@@ -51,10 +51,9 @@ def main(args: argparse.Namespace) -> int:
     found = []
     codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
-        damaged: list[str] = []
-        seen = scan(read_lines(path, damaged), known)
+        seen = scan(read_lines(path), known)
         answer, empty = recognize(seen, known), empty and not seen.lines
-        codes.add(ExitCode.USAGE if damaged and answer.exit_code == 3 else answer.exit_code)
+        codes.add(ExitCode.USAGE if seen.unread and answer.exit_code == 3 else answer.exit_code)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases, given))
         else:

@@ -36,7 +36,8 @@ _LABEL = re.compile(
     r"|\[\d+,(?:mpirank:)?(?P<c>\d+)(?:,[\w-]+)?\]<std(?:err|out)>: ?"
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
-    r"|[\w.-]+: (?=\[(?:rank|default)\d)"  # pdsh
+    # pdsh, a pod or a number before torch's own label
+    r"|[^\s=]{1,80}[:|\])>] ?(?=\[(?:rank|default)\d+\]:)"
 )
 _LEARNED = re.compile(
     r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?"

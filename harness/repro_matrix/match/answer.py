@@ -57,6 +57,7 @@ def log_json(
         "versions_source": source,
         "versions_unclear": seen.versions.unclear,
     }
+    found["unread"] = {str(line): problem for problem, line in seen.unread.items()}
     found["root_cause_rank"] = seen.summary.root
     advised = {name: advice(cases[name], versions) for name in answer.names}
     found["advice"] = {name: asdict(each) if each else None for name, each in advised.items()}
@@ -164,7 +165,9 @@ class _Parts:
         if answer.recovered:
             caught = [_recovered(each) for each in answer.recovered]
             yield 2, f"Training went on after: {list_some(caught, 4, '; ')}"
-        if answer.exit_code == 3 and not answer.remarks:
+        for problem, line in seen.unread.items():
+            yield 2, f"line {line} cannot be read: {problem}"
+        if answer.exit_code == 3 and not answer.remarks and not seen.unread:
             cut = "" if seen.progress.ended else "; the log ends before the training does"
             yield (
                 2,

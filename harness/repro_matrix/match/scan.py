@@ -23,7 +23,7 @@ from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.grading.tracebacks import HEADER, Error, Errors, Labels, Line
 from repro_matrix.match.collectives import Waits
 from repro_matrix.match.keywords import DIGITS, Asked, SignatureIndex
-from repro_matrix.match.lines import separated, unescaped
+from repro_matrix.match.lines import unpack
 
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
@@ -286,6 +286,7 @@ class Scanned:
     )  # by rank, kind and place
     progress: StepProgress = field(default_factory=StepProgress)
     waits: Waits = field(default_factory=Waits)
+    unread: dict[str, int] = field(default_factory=dict)  # why -> the first line that is not read
     world: int = 1  # the largest world size that a line names, outside of errors
 
     @property
@@ -313,9 +314,10 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
 
     def read(number: int, raw: str, asked: Asked | None) -> None:
         errors.quoted = HEADER in raw and bool(_QUOTES.search(raw, 0, raw.index(HEADER)))
-        for line in (
-            each for part in unescaped(raw) for each in separated(labels.split(part, number))
-        ):
+        texts, problem = unpack(raw)
+        if problem:
+            found.unread.setdefault(problem, number)
+        for line in (labels.split(text, number) for text in texts):
             taken = errors.read(line) or errors.quoted
             if asked:
                 _note(found, line, asked, errors, taken)
@@ -345,6 +347,8 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
     for number, raw, asked in sorted(skipped.values(), key=itemgetter(0)):
         read(number, raw, asked)
     errors.end()
+    if found.progress.complete:
+        found.unread.clear()  # a quoted error, or one that training went on after
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
     _note_last(
         found, labels.split(*found.progress.last), [each.last for each in errors.found.values()]
