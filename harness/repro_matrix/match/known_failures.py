@@ -74,6 +74,11 @@ class LogFailure:
     def line(self) -> int:
         return self.error.line
 
+    @property
+    def possible(self) -> list[KnownFailure]:
+        """The possible known failures, each case once."""
+        return list({item.case: item for item in reversed(self.perhaps)}.values())[::-1]
+
     @cached_property
     def rule(self) -> FailureRule | None:
         """The kind of failure that its message shows; only of a launcher's how a process ended."""
