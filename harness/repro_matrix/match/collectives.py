@@ -21,18 +21,6 @@ from repro_matrix.grading.tracebacks import Line
 from repro_matrix.text import list_ranks
 
 MAX_WAITS = 100_000
-# What a line about a collective has, in lower case: one of these.
-WORDS = (
-    "worknccl(",
-    "nccl work",
-    "enqueued work",
-    "watchdog",
-    "nccl operations",
-    "heartbeat",
-    "collective",
-    "monitoredbarrier",
-    "for recv operation",
-)
 # Of two the first counts: torch's label names the rank of all ranks, what follows that of the
 # process group.
 _RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]")

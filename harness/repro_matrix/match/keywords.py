@@ -7,69 +7,16 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.failure_rules import FailureRule, rules, words_of
 from repro_matrix.config.schema import Case, Signature
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
-from repro_matrix.grading.tracebacks import HEADER
-from repro_matrix.match.collectives import WORDS as WAIT_WORDS
 
 DIGITS = b"0123456789"
 MAX_TOKENS = 100_000  # that are remembered
-# What reads a line with one of these words. Words in lower case count in any letters.
-_READERS = {
-    "errors": (
-        HEADER.lower(),
-        '", line ',
-        "❱",
-        "frame #",
-        "in thread",
-        "process-",
-        "-- process",
-        "[c10d]",
-        "[w ",
-        "above exception",
-        "fatal python error",
-        "Error",
-        "Exception",
-        "Expired",
-        "Exit",
-        "Fault",
-        "error.",
-        "errors.",
-        "exception.",
-        "exceptions.",
-        "exc.",
-    ),
-    "summary": ("root cause", "rank    ", "exitcode"),
-    "ends": (
-        "exitcode",
-        "exit code",
-        "exit_",
-        "exit status",
-        "exited with",
-        "returncode",
-        "return code",
-        "signal",
-        "wtermsig",
-        ", status=",
-    ),
-    "waits": WAIT_WORDS,
-    "world": ("world_size", "world size", "environment variable for each process"),
-    "versions": (*UPSTREAM, *TRAINERS),
-    "done": (
-        "train_runtime",
-        "training ",
-        "done",
-        "finished",
-        "completed",
-        "exits successfully",
-        ".fit` stopped",
-        "exit code",
-        "will restart worker group",
-    ),
-}
 _STATES = re.compile(r"(?i)error|exception|fail")
 
 
@@ -129,8 +76,10 @@ class SignatureIndex:
             for text in (s.message, *s.messages.values())
             if text
         ]
+        readers: dict[str, list[str]] = read_yaml(Path(__file__).with_name("keywords.yaml"))
         wanted: list[tuple[str, Any, Iterable[str]]] = [
-            *(("readers", reader, words) for reader, words in _READERS.items()),
+            *(("readers", reader, words) for reader, words in readers.items()),
+            ("readers", "versions", (*UPSTREAM, *TRAINERS)),
             *(("patterns", text, words_of(text)) for text in filter(None, patterns)),
             *(("messages", message, words_of(message[1])) for message in messages),
             *(("rules", rule, rule.words) for rule in rules().values() if rule.place == "any_line"),
