@@ -65,7 +65,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _versions(stacks: list[str], file: str | None) -> Versions | None:
     """Return the versions of a stack's lock, of this environment (``current``), or of a file.
-    Raises ConfigError."""
+
+    Raises ConfigError.
+    """
     if len(stacks) + bool(file) > 1:
         raise ConfigError(
             f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions."

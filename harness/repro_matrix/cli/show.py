@@ -174,9 +174,12 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
 def _expected(
     case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]
 ) -> tuple[str, list[str]]:
-    """Return an expected verdict as a run on this machine reports it (the baseline shows where the
-    failure was), and with what it was measured, where that is not this stack and hardware. Of the
-    unfixed variant return the outcome, which follows from the verdicts of the others."""
+    """Return an expected verdict as a run on this machine reports it.
+
+    The baseline shows where the failure was. The second value is the place of the measurement, if
+    that is not this stack and hardware. For the unfixed variant the outcome is returned, which
+    follows from the verdicts of the others.
+    """
     if needed := depends_on_capabilities(case, name):
         return f"by {', '.join(needed)}", []  # known when ranks have run
     if case.kind == "failure" and name == next(iter(case.variants)):
@@ -230,8 +233,10 @@ def _result(variant: Mapping[str, Any]) -> str:
 
 
 def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str]) -> Iterator[str]:
-    """Yield what helps on these versions: what to write for the first fix, and the names of the
-    others. ``stopped``: fixes that the last run here shows not to work."""
+    """Yield what helps on these versions: how to apply the first fix, and the names of the others.
+
+    ``stopped``: fixes that failed in the last run here.
+    """
     found = advice(case, versions)
     if not found:
         return

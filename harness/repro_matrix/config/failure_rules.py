@@ -1,6 +1,8 @@
-"""The kinds of failures that are no case of the catalog (failure_rules.yaml), wrong uses that
-libraries refuse (refusals.yaml), and the errors of CUDA and of the libraries that ranks talk
-through (device_errors.yaml), read and validated."""
+"""Read the rules that recognize failures outside of the catalog.
+
+These are kinds of failures (failure_rules.yaml), wrong uses that libraries refuse (refusals.yaml),
+and the errors of CUDA and of communication libraries (device_errors.yaml).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ DEVICE_ERRORS = "device_errors.yaml"
 
 
 class Hint(Strict):
-    """A sentence about the named groups of a rule's text; refusals.yaml explains its fields."""
+    """Define a sentence about the named groups of a rule's text (see refusals.yaml)."""
 
     when: dict[str, str | int] = Field(default={})
     several_ranks: bool | None = None
@@ -38,8 +40,10 @@ class Action(Strict):
 
 
 class _Groups(dict[str, str]):
-    """The named groups of a match. ``a/b/c`` is a quotient. Raises KeyError: a group is missing, or
-    a remainder is."""
+    """Hold the named groups of a match. ``a/b/c`` is a quotient.
+
+    Raises KeyError for a missing group or a quotient with a remainder.
+    """
 
     def __missing__(self, key: str) -> str:
         first, *others = key.split("/")
@@ -59,7 +63,7 @@ _PACKAGES = {
 
 
 class FailureRule(Strict):
-    """A kind of failure, and how to tell it from a line of a log or an exception's message."""
+    """Define a kind of failure, and how to recognize it in a line or a message."""
 
     name: str
     title: str
@@ -86,7 +90,7 @@ class FailureRule(Strict):
 
     @property
     def packages(self) -> list[str]:
-        """The packages whose code raises a refusal."""
+        """Return the packages whose code raises a refusal."""
         return self.raised_in or [_PACKAGES.get(self.library, "torch")]
 
     @property
@@ -108,8 +112,10 @@ class FailureRule(Strict):
         ]
 
     def explain(self, message: str, several_ranks: bool = False) -> str:
-        """Return what the numbers and names in a message say; empty where no hint fits.
-        ``several_ranks``: the log shows more than one."""
+        """Return what the numbers and names in a message mean; "" if no hint fits.
+
+        ``several_ranks``: the log shows more than one.
+        """
         found = re.search(self.text, message)
         groups = (
             {name: text for name, text in found.groupdict().items() if text is not None}
@@ -126,7 +132,7 @@ class FailureRule(Strict):
 
 
 class DeviceError(Strict):
-    """A row of device_errors.yaml, which explains its fields."""
+    """Define a row of device_errors.yaml, which explains its fields."""
 
     name: str
     code: int | None = None
@@ -137,7 +143,7 @@ class DeviceError(Strict):
 
     @property
     def pattern(self) -> str:
-        """The regular expression for a message, in a line of a log as well."""
+        """Return the regular expression for a message or a line of a log."""
         if self.code is None:
             return self.text
         return (
@@ -213,8 +219,11 @@ def peer_errors() -> re.Pattern[str]:
 
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried (cases, refusals, others),
-    with the texts of device_errors.yaml and without digits in their words."""
+    """Return the rules by name, in the order in which they are tried.
+
+    Cases come first, then refusals, then others; with the texts of device_errors.yaml, and without
+    digits in their words.
+    """
     texts = [*_load("refusals.yaml"), *_load("failure_rules.yaml")]
     found = TypeAdapter(list[FailureRule]).validate_python(texts)
     return {rule.name: _completed(rule) for rule in sorted(found, key=lambda rule: not rule.case)}
@@ -230,8 +239,10 @@ _DIGITS = re.compile(r"\d+")
 
 
 def words_of(pattern: str) -> list[str]:
-    """Return words, in lower case, of which every line that matches has one: of each alternative
-    the longest."""
+    """Return words in lower case, one of which is in every line that matches.
+
+    Of each alternative the longest.
+    """
     bare = re.sub(
         r"\[(\w)(\w)\]",
         lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0],
@@ -254,7 +265,7 @@ _MARKS = 0xE000  # characters of private use
 
 
 def names_end(text: str) -> bool:
-    """Whether a line names an exit code or a signal, also one that is no failure."""
+    """Return whether a line contains an exit code or a signal, also a harmless one."""
     return bool(_EXIT_CODE.search(text) or _SIGNAL.search(text))
 
 
@@ -270,8 +281,10 @@ def _ended(text: str) -> int:
 
 
 def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRule | None:
-    """Return the first rule (``among`` those that its words allow) that a line or a message shows;
-    an exit code or a signal counts where no text does."""
+    """Return the first rule that a line or a message shows.
+
+    ``among``: the rules that its words allow. An exit code or a signal counts if no text does.
+    """
     for rule in rules().values() if among is None else among:
         if rule.place == "any_line" and re.search(rule.text, text):
             return rule

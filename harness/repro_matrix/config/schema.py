@@ -1,5 +1,4 @@
-"""The schema of the files in conf/: cases with signatures and variants, models, strategies, stacks,
-hardware. Pure.
+"""Define the schema of the files in conf/. Pure.
 
 pydantic refuses unknown keys and wrong values; ``repro_matrix.errors`` turns its messages into a
 file, a key and the nearest valid choice.
@@ -28,16 +27,20 @@ from repro_matrix.errors import as_yaml, nearest
 
 
 class FramePattern(Strict):
-    """One frame that must be among an exception's (or a hung rank's) frames; regular expressions,
-    whole match."""
+    """Match a frame of an exception or of a hung rank.
+
+    Both are regular expressions for the whole name.
+    """
 
     module: Regex = ".*"
     function: Regex = ".*"
 
 
 class CollectivePattern(Strict):
-    """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder
-    shows it."""
+    """Match a collective in which the ranks of a hang disagree.
+
+    torch's flight recorder shows it.
+    """
 
     kinds: list[Regex] = Field(
         min_length=1
@@ -45,8 +48,10 @@ class CollectivePattern(Strict):
 
 
 class AmbiguousWith(Strict):
-    """Another cause that shows the very same: of an unknown script, a log alone does not tell which
-    it was."""
+    """Describe another cause that looks the same.
+
+    In an unknown script, a log alone does not show which of the two it was.
+    """
 
     cause: str
     ruled_out_by: Regex | None = (
@@ -55,8 +60,10 @@ class AmbiguousWith(Strict):
 
 
 class Signature(Strict):
-    """How one known failure shows itself. Which keys apply depends on ``kind``; see
-    docs/guides/add-a-case.md."""
+    """Define how one known failure shows itself.
+
+    Which keys apply depends on ``kind``; see docs/guides/add-a-case.md.
+    """
 
     name: str
     kind: SignatureKind
@@ -114,7 +121,7 @@ class Signature(Strict):
 
 
 class Needy(Strict):
-    """What a variant or a strategy needs of a stack."""
+    """Define what a variant or a strategy needs of a stack."""
 
     requires: list[Requirement] = []
     # What it needs on that hardware beside ``requires``.
@@ -122,8 +129,10 @@ class Needy(Strict):
     requires_on: dict[Literal["cpu", "cuda", "shared_gpu"], list[Requirement]] = {}
 
     def needs_on(self, *kinds: str) -> list[str]:
-        """All that a stack must have for it on hardware of these kinds (the keys of
-        ``requires_on``)."""
+        """Return everything that a stack must have for it on hardware of these kinds.
+
+        The kinds are keys of ``requires_on``.
+        """
         beside = [
             item for kind, listed in self.requires_on.items() if kind in kinds for item in listed
         ]
@@ -142,8 +151,10 @@ class Model(Strict):
 
 
 class Invariants(Strict):
-    """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks)
-    or only ``part``."""
+    """Define how much of a model each rank holds.
+
+    ``whole``, a ``shard`` (one of as many as there are ranks) or only ``part``.
+    """
 
     parameters: Held | None = None
     gradients: Held | None = None  # when the optimizer steps
@@ -182,8 +193,10 @@ class Strategy(Needy):
         return self
 
     def refuses(self, option: str, value: Any) -> str | None:
-        """Why an option that it has does not take a value, or None. A bool is no number here, nor 1
-        a bool."""
+        """Return why one of its options does not take a value, or None.
+
+        A bool is not a number here, nor 1 a bool.
+        """
         choices = self.choices.get(option)
         if choices is None:
             default = self.options[option]
@@ -292,11 +305,9 @@ class Requires(Strict):
 
 
 class PassCriteria(Strict):
-    """What makes a variant clean: these checks, passed on these ranks, and the evidence that what
-    it names was in effect.
+    """Define the evidence that a variant needs to pass: checks on ranks, and effects.
 
-    What a strategy promises (its file says) need not be listed; ``effects`` names what else the
-    script measures.
+    The promises of a strategy need not be listed; ``effects`` are other measurements of the script.
     """
 
     kind: Literal["training", "saving", "loading", "generating", "inference"]
@@ -435,8 +446,11 @@ INFINITE = 1e308  # stands for infinity, which JSON does not have
 
 
 class Metric(Strict):
-    """A number that the script prints. It shows the failure when it compares so with the limit;
-    without ``op`` a search finds the limit between its two ends."""
+    """Define a number that the script prints.
+
+    It shows the failure when the comparison with the limit is true; without ``op`` a search finds
+    the limit between its two ends.
+    """
 
     name: str
     pattern: str  # group 1 is the number

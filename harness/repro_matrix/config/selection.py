@@ -1,5 +1,4 @@
-"""Parse overrides (Hydra's grammar) into a selection: axes (commas sweep, globs match), flags,
-patches and settings."""
+"""Parse overrides (Hydra's grammar) into a selection: axes, flags, patches and settings."""
 
 from __future__ import annotations
 
@@ -26,8 +25,10 @@ AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")
 
 @dataclass
 class Selection:
-    """The cells that a command line or a block of a named matrix selects. None: what the case's
-    file lists."""
+    """Hold the cells that a command line or a block of a named matrix selects.
+
+    None: those of the case's file.
+    """
 
     case: list[str] = field(default_factory=lambda: ["*"])
     model: list[str] | None = None
@@ -137,8 +138,10 @@ def _plain(value: Any) -> Any:
 
 
 def override_text(key: str, value: Any) -> str:
-    """Write an override that can be pasted into a command line. Values of variables are written
-    literally."""
+    """Write an override that can be pasted into a command line.
+
+    Values of variables are written literally.
+    """
     if key.startswith("env."):
         return f"{key}={value}"
     if isinstance(value, list):
@@ -162,8 +165,10 @@ def _value_text(value: Any) -> str:
 def expand(
     what: str, patterns: Iterable[str], known: Collection[str], where: str = ""
 ) -> list[str]:
-    """Return the known names that match the patterns. Raise ConfigError for a pattern without a
-    match."""
+    """Return the known names that match the patterns.
+
+    Raises ConfigError for a pattern without a match.
+    """
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
@@ -188,8 +193,10 @@ class Block(Strict):
     @field_validator("*", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """Accept a list, one value, or names separated by commas; under ``flags`` a list or one
-        value for each."""
+        """Accept a list, one value, or names separated by commas.
+
+        Under ``flags`` a list or one value for each.
+        """
         if isinstance(value, Mapping):
             return {
                 name: each if isinstance(each, list) else [each] for name, each in value.items()
@@ -200,10 +207,10 @@ class Block(Strict):
 
 
 def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
-    """Return the selections of a named matrix, each with the command line's axes and flags; without
-    one, the line's.
+    """Return the selections of a named matrix, with the command line's axes and flags.
 
-    Raise ConfigError that names the file, the block, the key and the nearest valid choice.
+    Without a matrix, the command line's selection. Raises ConfigError with the file, the block, the
+    key and the nearest valid choice.
     """
     return [_block(name, raw, line) for name, raw in matrix.items()] or [line]
 

@@ -1,4 +1,4 @@
-"""The run's settings: conf/config.yaml composed by Hydra with the overrides, and validated."""
+"""Compose a run's settings from conf/config.yaml and the overrides, and validate them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class RunSettings(BaseModel):
-    """The settings of a run; conf/config.yaml describes each key."""
+    """Define the settings of a run; conf/config.yaml describes each key."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -56,8 +56,10 @@ OVERRIDE_GROUPS = (
 
 
 def stored_run(conf: Path = CONF) -> RunSettings:
-    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid
-    value."""
+    """Return the settings of conf/config.yaml.
+
+    Raises ConfigError for an unknown key or an invalid value.
+    """
     path = conf / "config.yaml"
     values = read_yaml(path)
     if values.pop("defaults", ["_self_"]) != ["_self_"]:
@@ -69,8 +71,10 @@ def stored_run(conf: Path = CONF) -> RunSettings:
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
-    """Compose conf/config.yaml with ``overrides``. Raise ConfigError for an unknown key or an
-    invalid value."""
+    """Compose conf/config.yaml with ``overrides``.
+
+    Raises ConfigError for an unknown key or an invalid value.
+    """
     # The value of a variable is taken literally: Hydra would read true as a boolean and eth0,eth1
     # as a sweep.
     env = {
@@ -143,8 +147,7 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
 
 
 def _source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
-    """Say where the value of a wrong setting comes from: the command line, a named matrix or
-    conf/config.yaml."""
+    """Return where a wrong value comes from: the command line, a named matrix or config.yaml."""
     key, values = error.errors()[0]["loc"][0], dict(text.partition("=")[::2] for text in overrides)
     if key in {name.lstrip("+~").partition(".")[0] for name in values}:
         return "run settings"
@@ -218,12 +221,12 @@ def _chosen(given: Mapping[str, str] | None, *groups: str) -> dict[str, str]:
 
 
 def set_by_launch(name: str) -> bool:
-    """Whether a variable is part of a launch's contract with its ranks (RANK, MASTER_PORT ...)."""
+    """Return whether a launch itself sets a variable for its ranks (RANK, MASTER_PORT ...)."""
     return bool(_CONTRACT.fullmatch(name))
 
 
 def refused(name: str) -> str | None:
-    """Why a variable cannot be given by the setting ``env``, or None."""
+    """Return why the setting ``env`` cannot set a variable, or None."""
     if not _NAME.fullmatch(name):
         return "not the name of an environment variable"
     if _CONTRACT.fullmatch(name):

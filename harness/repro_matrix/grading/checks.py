@@ -51,8 +51,10 @@ class CheckResult:
 
 
 def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckResult:
-    """Evaluate a check; ``done_at``: when the script was done, on the clock of the check's
-    ``at``."""
+    """Evaluate a check.
+
+    ``done_at``: when the script was done, on the clock of the check's ``at``.
+    """
     name = check["name"]
     compare = _compare_numbers if check.get("tolerance") is not None else _compare_values
     state, details, severity = compare(check)
@@ -115,7 +117,7 @@ def _compared_nothing(check: Mapping[str, Any]) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a value is a list or mapping of nothing, at any depth."""
+    """Return whether a value is a list or mapping of nothing, at any depth."""
     items = value.values() if isinstance(value, dict) else value
     return isinstance(value, (dict, list)) and all(map(_is_empty, items))
 

@@ -85,10 +85,9 @@ def grade(
     cases: Mapping[str, Case] | Iterable[Case],
     planned: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Grade one attempt of ``variant``; ``cases``: the whole catalogue, against which it is
-    compared.
+    """Grade one attempt of ``variant`` against the whole catalogue, ``cases``.
 
-    ``planned``: the stack's versions, beside those that the observation itself was planned with.
+    ``planned``: the stack's versions, beside those with which the observation itself was planned.
     """
     attempt = Evidence(observation)
     failures = find_failures(attempt, threads=not isinstance(case, AdhocCase))
@@ -228,10 +227,9 @@ def _other_versions(attempt: Evidence, stored: Mapping[str, str]) -> Outcome | N
 def _recognize(
     case: Case, attempt: Evidence, failures: Failures, cases: Iterable[Case]
 ) -> tuple[Recognized, ...]:
-    """Find every known failure of the catalogue, the case's own first, then in the catalogue's
-    order.
+    """Find every known failure of the catalogue, the case's own first.
 
-    Another case's failure counts under the strategies of that case only: elsewhere the same text
+    Another case's failure counts only under the strategies of that case: elsewhere the same text
     has another cause.
     """
     recognized = []
@@ -364,8 +362,10 @@ def _unfinished(rank: Rank) -> str | None:
 
 
 def _left_behind(attempt: Evidence) -> Outcome | None:
-    """Refuse a rank that ended without Python's exit while a process of it, perhaps the training,
-    ran on."""
+    """Refuse a rank that ended without Python's exit while a process of it ran on.
+
+    That process may have been the training.
+    """
     ranks = [rank.rank for rank in attempt.ranks if rank.wrote and rank.ended_at is None]
     if not ranks or not attempt.leaked:
         return None
@@ -377,8 +377,10 @@ def _left_behind(attempt: Evidence) -> Outcome | None:
 
 
 def _printed(case: AdhocCase, attempt: Evidence) -> Outcome:
-    """Every rank of a user's script ended with exit code 0: does the number that it printed show
-    the failure?"""
+    """Judge the number that a user's script printed.
+
+    For an attempt in which every rank ended with exit code 0.
+    """
     metric, printed = case.metric, attempt.printed
     if attempt.command_exit:
         return Outcome("other_failure", f"the command ended with exit code {attempt.command_exit}")
@@ -447,8 +449,7 @@ def _describe_check(name: str, failed: list[tuple[float, int, str]]) -> str:
 
 
 def _missing_checks(case: Case, attempt: Evidence) -> dict[str, list[int]]:
-    """Return the checks of the pass criteria that were not made, with the ranks that did not make
-    them."""
+    """Return the checks of the pass criteria that were not made, with the ranks that lack them."""
     ranks = attempt.ranks if case.pass_criteria.ranks == "all" else attempt.ranks[:1]
     without = {
         name: [rank.rank for rank in ranks if all(check.name != name for check in rank.checks)]

@@ -50,8 +50,10 @@ DATED = frozenset({*UPSTREAM, "trl"})
 
 @dataclass(frozen=True)
 class OlderReproduction:
-    """The older stack on which the unfixed variant reproduced; and one where it did, but the
-    measurement is not comparable."""
+    """Hold the older stack on which the unfixed variant reproduced.
+
+    ``not_comparable``: one on which it did, but whose measurement is not comparable.
+    """
 
     stack: str | None = None
     not_comparable: str | None = None
@@ -81,15 +83,14 @@ def judge(
     facts: Mapping[str, Any] | None = None,
     changed: Sequence[str] = (),
 ) -> dict[str, Verdict]:
-    """Return one verdict per fix variant of a failure, or of a control's one variant; variants
-    without ``outcomes`` have none.
+    """Return one verdict per fix variant of a failure, or of a control's one variant.
 
-    ``history`` are stored documents of the same cell on other stacks. With ``versions`` (this
-    stack's) only those of an
-    older stack count; with ``settings`` (of the unfixed variant) only those with comparable
-    settings, on a machine with the same capabilities (``facts``) where the unfixed variant depends
-    on them. ``changed``: files of this stack that are not as their packages installed them; such a
-    stack says nothing about a release.
+    Variants without ``outcomes`` have none. ``history`` are stored documents of the same cell on
+    other stacks. With ``versions`` (this stack's) only those of an older stack count; with
+    ``settings`` (of the unfixed variant) only those with comparable settings, on a machine with the
+    same capabilities (``facts``) if the unfixed variant depends on them. ``changed``: files of this
+    stack that are not as their packages installed them; such a stack is not evidence about a
+    release.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
@@ -118,8 +119,10 @@ def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def count_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return ``reproduced 3/3``, ``reproduced 2/3, passed 1/3`` or, without evidence, ``skipped:
-    needs 2 GPUs``."""
+    """Return ``reproduced 3/3`` or ``reproduced 2/3, passed 1/3``.
+
+    Without evidence ``skipped: needs 2 GPUs``.
+    """
     counted = evidence(outcomes)
     if not counted:
         return _why_no_evidence(outcomes)
@@ -129,8 +132,10 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
 
 
 def _never_reproduced(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
-    """Of a case that was never seen to reproduce, and does not here: its script or signature may be
-    what is wrong."""
+    """Return the verdict of a case that never reproduced, and does not here.
+
+    Its script or signature may be wrong.
+    """
     if not verdict.measured or verdict.name in ("INCONCLUSIVE", "FLAKY"):
         return verdict
     counted = evidence(unfixed)
@@ -247,8 +252,7 @@ def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Ve
 
 
 def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
-    """Return the other known failure that occurred most often; of equally many the first by
-    name."""
+    """Return the most frequent other known failure; of equally many the first by name."""
     failed = (
         outcome.others(case)[:1] for outcome in outcomes if outcome.outcome == "other_failure"
     )
@@ -293,7 +297,7 @@ def _older_reproduction(
 
 
 def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
-    """Whether some upstream package is older, and none newer, of those that both have."""
+    """Return whether some common upstream package is older, and none newer."""
     older = False
     for name in versions.keys() & than.keys() & DATED:
         try:

@@ -1,5 +1,4 @@
-"""What `repro match` prints of one log: each failure, since when it exists, what helps, and the
-next command."""
+"""Describe one log: each failure, since when it exists, what helps, and the next command."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ def _failure_json(
 
 
 def versions_of(seen: Scanned, given: Versions | None) -> Versions:
-    """Return the versions that count: the log's, else those given for a package that it does not
-    name."""
+    """Return the versions of the log, and the given ones of packages that it does not mention."""
     logged = seen.versions.known
     if not given:
         return logged, "the log" if logged else ""

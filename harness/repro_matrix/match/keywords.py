@@ -1,5 +1,4 @@
-"""What the lines of a log are asked for, by their words: most lines have none, and are asked for
-nothing. Pure."""
+"""Choose the patterns to try on a line by its keywords: most lines contain none. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _STATES = re.compile(r"(?i)error|exception|fail")
 
 @dataclass(frozen=True)
 class Asked:
-    """What lines with certain words are asked for."""
+    """Collect the patterns to try on lines with certain words."""
 
     readers: list[str]
     patterns: list[str]
@@ -31,8 +30,10 @@ class Asked:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether of two lines that differ in their digits only, or in the lines before them, one
-        may show more."""
+        """Return whether lines that differ only in their digits must all be read.
+
+        Otherwise the first lines of that shape show the same as all.
+        """
         texts = [
             *self.patterns,
             *(text for _, text in self.messages),
@@ -42,9 +43,11 @@ class Asked:
         return digits or not {"summary", "waits"}.isdisjoint(self.readers)
 
     def message_in(self, text: str) -> tuple[Signature, str] | None:
-        """Return the exception whose message a line holds, outside of a traceback, and the message.
-        A text that has other causes, too, must stand at the line's beginning, or after what says
-        that it is an error."""
+        """Return the exception whose message a line contains, and the message.
+
+        For lines outside of a traceback. A message that also has other causes must begin the line,
+        or follow words that mark an error.
+        """
         for signature, pattern in self.messages:
             found = re.search(pattern, text)
             if found and (
@@ -57,8 +60,10 @@ class Asked:
 
 
 class SignatureIndex:
-    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom
-    a backend."""
+    """Index the signatures that a log can show by their words.
+
+    A log shows a rank only by its words, and rarely a backend: the signatures apply to any.
+    """
 
     def __init__(self, cases: Mapping[str, Case]) -> None:
         self.cases = list(cases.values())
@@ -125,8 +130,10 @@ class SignatureIndex:
 
 
 def _lenient(signature: Signature) -> Signature:
-    """Return a signature for any rank, whose message also counts in other letters, and without the
-    backticks that Markdown eats."""
+    """Return a signature that also matches other logs of its failure.
+
+    It applies to any rank, ignores case, and does not need the backticks that Markdown removes.
+    """
     lenient = {
         "ranks": "any",
         "message": signature.message and "(?i)" + signature.message.replace("`", "`?"),

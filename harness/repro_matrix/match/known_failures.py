@@ -1,12 +1,13 @@
-"""What a log shows -> which known failures it is, by the signatures that grade an attempt. Pure.
+"""Recognize the known failures that a log shows, by the signatures that grade attempts. Pure.
 
-Every error becomes what a rank would have recorded, in the order of the log, so that grading
-decides what matches (signature.py) and which errors only follow from another rank's
-(root_cause.py). A signature is *recognized* where all that it requires is in the log. It is
-*possible* where nothing in the log contradicts and something is missing: what was cut off, or the
-way to tell it from another cause (a signature's ``ambiguous_with``; two cases that show the same).
-What is no case is classified by config/failure_rules.yaml, and a collective that timed out by
-collectives.py. Numbers that are wrong without an error are in no log.
+Every error becomes what a rank would have recorded, in the order of the log. Grading then decides
+what matches (signature.py) and which errors only follow from another rank's (root_cause.py). A
+signature is *recognized* if the log contains everything that it requires. It is *possible* if
+nothing in the log contradicts it and something is missing: frames that were cut off, or a way to
+exclude another cause (a signature's ``ambiguous_with``; two cases that look the same).
+
+config/failure_rules.yaml classifies the other errors, and collectives.py collectives that timed
+out. Wrong numbers without an error are not in a log.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regula
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A signature that an error (or a line) of the log shows. ``missing``: why it is only
-    possible."""
+    """Describe a signature that an error, or a line, of the log shows.
+
+    ``missing``: why it is only possible.
+    """
 
     case: str
     signature: str
@@ -76,12 +79,15 @@ class LogFailure:
 
     @property
     def possible(self) -> list[KnownFailure]:
-        """The possible known failures, each case once."""
+        """Return the possible known failures, each case once."""
         return list({item.case: item for item in reversed(self.perhaps)}.values())[::-1]
 
     @cached_property
     def rule(self) -> FailureRule | None:
-        """The kind of failure that its message shows; only of a launcher's how a process ended."""
+        """Return the kind of failure that the message shows.
+
+        How a process ended counts only in the message of a launcher.
+        """
         error = self.error
         text = (
             f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}"
@@ -95,7 +101,7 @@ class LogFailure:
 
     @property
     def kind(self) -> str:
-        """The name of that rule, where the failure is no case."""
+        """Return the name of that rule if the failure is not a case."""
         return self.rule.name if self.rule and not (self.known or self.perhaps) else ""
 
 
@@ -117,7 +123,7 @@ class LogAnswer:
 
     @property
     def names(self) -> list[str]:
-        """The recognized cases, the first cause's first."""
+        """Return the recognized cases, the first cause's first."""
         every = [*(known for failure in self.failures for known in failure.known), *self.remarks]
         return list(dict.fromkeys(known.case for known in every))
 
@@ -127,10 +133,12 @@ class LogAnswer:
 
     @property
     def leading(self) -> list[LogFailure | Finding | LogHang]:
-        """The errors and lines that show a cause, the first one first. What is general ("NCCL
-        failed") comes after what another one says, also after a collective that timed out; a line
-        comes after an error. So does what nobody explains, where a refusal was raised while it was
-        handled."""
+        """Return the errors and lines that show a cause, the first cause first.
+
+        A general one ("NCCL failed") comes after a specific one and after a collective that timed
+        out; a line comes after an error. An unexplained error comes later if a refusal was raised
+        while it was handled.
+        """
         refused = {each.error.after for each in self.causes if each.rule and each.rule.library}
         shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
         return sorted(
@@ -150,7 +158,7 @@ class LogAnswer:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of failures that are no case, the first cause's first."""
+        """Return the kinds of failures that are not cases, the first cause's first."""
         every = [*self.leading, *self.causes, *self.findings, *self.failures]
         return list(dict.fromkeys(each.kind for each in every if each.kind))
 
@@ -160,8 +168,7 @@ class LogAnswer:
 
 
 def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
-    """Whether the library of a rule, and no other code, raised an error in its words, and not only
-    quotes them."""
+    """Return whether a rule's library raised an error in its words, rather than quoting them."""
     found = re.search(rule.text, text)
     return bool(
         found and not _QUOTED.search(text, 0, found.start()) and raised_by(error, rule.packages)
@@ -330,8 +337,7 @@ def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFail
 
 
 def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:
-    """Return what the log does not show of a signature that it does not contradict; None where it
-    does.
+    """Return what the log does not show of a signature; None if the log contradicts it.
 
     ``clear``: no other cause is in question.
     """
@@ -374,8 +380,10 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
 
 
 def _in_any_model(signature: Signature) -> Signature | None:
-    """Return a signature whose frames name a model of transformers, for the code of any model; None
-    for others."""
+    """Return a signature for the code of any model of transformers.
+
+    None for a signature whose frames are not of a model.
+    """
     frames = [
         frame.model_copy(
             update={"module": _MODEL.sub(r"transformers\\.models\\.\\w+", frame.module)}
@@ -387,8 +395,7 @@ def _in_any_model(signature: Signature) -> Signature | None:
 
 
 def _in_other_model(signature: Signature, error: Error) -> bool:
-    """Whether a traceback shows the code of a model, but not of one that the signature's frames
-    name."""
+    """Return whether a traceback shows a model's code, but not that of the signature's model."""
     wanted = [
         frame.module
         for frame in signature.frames
@@ -423,8 +430,7 @@ def strategies_of(error: Error) -> set[str]:
 
 
 def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bool:
-    """Whether the error itself, or another line of the log, shows that the other cause is not what
-    happened."""
+    """Return whether the error or another line of the log excludes the other cause."""
     if ambiguous_with.ruled_out_by is None:
         return False
     texts = [
@@ -452,9 +458,11 @@ def _fatal_lines(answer: LogAnswer) -> list[int]:
 
 
 def _may_be_caught(error: Error, progress: StepProgress) -> bool:
-    """Whether lines after an error can be its process's. Steps of another process, as their labels
-    tell, are no sign that it went on. torch writes ``[rank1]:`` before each line of an error that a
-    rank does not catch."""
+    """Return whether lines after an error can be of its process.
+
+    Steps of another process, by their labels, do not show that this one went on. torch writes
+    ``[rank1]:`` before each line of an error that a rank does not catch.
+    """
     if not error.label or error.signal:
         return not error.signal
     label = re.sub(r"\d+", r"\\d+", re.escape(error.label))
@@ -464,8 +472,11 @@ def _may_be_caught(error: Error, progress: StepProgress) -> bool:
 
 
 def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepProgress) -> bool:
-    """Whether steps of the same process stand between a refusal, or what nobody explains, and a
-    later error. Where they may come from a buffer, that error must be of the same process."""
+    """Return whether steps of the same process follow a refusal or an unexplained error.
+
+    A later error must follow these steps. It must be of the same process if the steps may come from
+    a buffer.
+    """
     error, explained = (
         failure.error,
         failure.known or failure.perhaps or (failure.rule and not failure.rule.library),
@@ -481,8 +492,10 @@ def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepPro
 
 
 def _may_be_buffered(error: Error, progress: StepProgress) -> bool:
-    """Whether an error may have ended the steps that stand below it. Those below an import that
-    failed were made after it."""
+    """Return whether an error may have ended the steps below it.
+
+    Steps below an import that failed were made after it.
+    """
     return (
         "ImportError" not in error.type
         and "ModuleNotFound" not in error.type
@@ -491,9 +504,11 @@ def _may_be_buffered(error: Error, progress: StepProgress) -> bool:
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:
-    """Whether a line is a known failure's warning. Only a warning names the module that wrote it;
-    of other lines the text alone counts, where the line begins with it or with a logger's format
-    before it."""
+    """Return whether a line is the warning of a known failure.
+
+    Only a warning shows the module that wrote it. Of another line the text counts if it begins the
+    line, or follows a logger's format.
+    """
     found = re.search(signature.message or "", note.text)
     if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
         return False

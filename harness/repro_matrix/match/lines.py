@@ -35,7 +35,7 @@ _PACKED = "a traceback is on one line. Put each of its lines on a line of its ow
 
 
 class LogError(ReproError):
-    """A log that cannot be read."""
+    """Report a log that cannot be read."""
 
 
 def read_lines(path: str) -> Iterator[str]:
