@@ -1,10 +1,11 @@
-"""`repro match train.log ...`: find known failures in training logs, and what stored measurements
-say about them.
+"""`repro match train.log ...`: find known failures in training logs, and what helps.
 
-The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
+The versions come from the log; for packages that it does not mention, from stack=NAME or
+--versions.
 
-exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file,
-not a log, every log empty); 3 no failure. For several logs, the lowest of their codes.
+exit codes: 0 a known failure was recognized; 1 a failure, but not a known one; 2 usage (no such
+file, a format that is not read, every log empty); 3 no failure. For several logs, the lowest of
+their codes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause
-and releases."""
+"""`repro show CASE`: show its symptom, variants, fixes, claims, cause and releases."""
 
 from __future__ import annotations
 

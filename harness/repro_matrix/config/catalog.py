@@ -63,9 +63,8 @@ class Catalogue:
     hardware: dict[str, HardwareProfile]
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
-    own: dict[str, dict[str, Path]] = field(
-        default_factory=dict, repr=False
-    )  # group -> the user's own files
+    # group -> the user's own files
+    own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)
 
     @property
     def left_out(self) -> list[str]:
@@ -253,9 +252,8 @@ def _patch(raw: Raw, keys: list[str], value: Any) -> None:
         if not isinstance(parent, dict):
             raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
     parent[keys[-1]] = value
-    if (
-        len(keys) == 2 and keys[0] == "config"
-    ):  # an override wins over the model's tiny configuration
+    # an override wins over the model's tiny configuration
+    if len(keys) == 2 and keys[0] == "config":
         (raw.get("tiny") or {}).pop(keys[1], None)
 
 

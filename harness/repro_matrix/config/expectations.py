@@ -31,9 +31,8 @@ class VersionRange(Strict):
     # elsewhere it says nothing of these.
     capabilities: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
-    measured_at: list[dict[str, str]] = Field(
-        min_length=1, max_length=2
-    )  # package -> release, at the range's ends
+    # package -> release, at the range's ends
+    measured_at: list[dict[str, str]] = Field(min_length=1, max_length=2)
     reason: str
 
     @field_validator("versions")
@@ -81,9 +80,8 @@ class Table(Strict):
     case: str
     ranges: list[VersionRange] = Field(min_length=1)
     verdicts: dict[str, list[VerdictName | None]]  # variant -> by range
-    failure_ids: dict[str, list[str | list[str] | None]] = Field(
-        default={}
-    )  # likewise, where something failed
+    # likewise, where something failed
+    failure_ids: dict[str, list[str | list[str] | None]] = Field(default={})
 
     @model_validator(mode="after")
     def _even(self) -> Table:

@@ -69,9 +69,8 @@ class FailureRule(Strict):
     title: str
     shows: Literal["cause", "end", "peer"] = "cause"
     library: str = ""  # it refuses a wrong use
-    raised_in: list[str] = Field(
-        default=[]
-    )  # packages or modules; by default the library's package
+    # packages or modules; by default the library's package
+    raised_in: list[str] = Field(default=[])
     text: Regex
     says: list[Hint] = Field(default=[])
     case: str = ""  # the case that it is, in an older or another package's wording
@@ -166,13 +165,8 @@ _SIGNAL = re.compile(
     r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|code=\w+, status=(\d+)/|\([Ss]ignal"
     r" (\d+)\)"
 )
-_HARMLESS = (
-    0,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-    signal.SIGWINCH,
-)  # a job catches them and goes on
+# a job catches them and goes on
+_HARMLESS = (0, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)
 _EXIT_CODE = re.compile(
     r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|(?:exit|terminat)(?:ed)? with (?:non-?zero"
     r" )?(?:code|status))"
@@ -248,9 +242,8 @@ def words_of(pattern: str) -> list[str]:
         lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0],
         pattern,
     )
-    bare = re.sub(
-        r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare
-    )  # as what it is no syntax
+    # as what it is no syntax
+    bare = re.sub(r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare)
     bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", bare)
     while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
         bare = inner

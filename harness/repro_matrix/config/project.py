@@ -41,12 +41,10 @@ FILE = "repro.toml"
 class Declared(Strict):
     """Define the keys of repro.toml."""
 
-    conf: list[str] = Field(
-        default=[]
-    )  # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
-    scripts: list[str] = Field(
-        default=[]
-    )  # where the cases' scripts lie; default: beside their files
+    # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
+    conf: list[str] = Field(default=[])
+    # where the cases' scripts lie; default: beside their files
+    scripts: list[str] = Field(default=[])
     # runs in scratch/; expected/ and baseline/ where the next two do not say otherwise
     results: str = "results"
     expected: str | None = None

@@ -42,9 +42,8 @@ class CollectivePattern(Strict):
     torch's flight recorder shows it.
     """
 
-    kinds: list[Regex] = Field(
-        min_length=1
-    )  # regular expressions, each for one kind that was entered: allgather ...
+    # regular expressions, each for one kind that was entered: allgather ...
+    kinds: list[Regex] = Field(min_length=1)
 
 
 class AmbiguousWith(Strict):
@@ -71,9 +70,8 @@ class Signature(Strict):
     # message.
     type: str | None = None
     message: Regex | None = None
-    messages: dict[
-        str, Regex
-    ] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    # backend (nccl, gloo) -> message, where the backends word it differently
+    messages: dict[str, Regex] = {}
     package: str | None = (
         None  # exception: package of the innermost frame; log: package the record comes from
     )
@@ -165,16 +163,14 @@ class Invariants(Strict):
 class Strategy(Needy):
     slug: str
     title: str
-    must_divide: list[
-        str
-    ] = []  # keys of a model's configuration that the number of ranks must divide
+    # keys of a model's configuration that the number of ranks must divide
+    must_divide: list[str] = []
     allow_gpu_sharing: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
     invariants: Invariants  # what every attempt under it must show to have been in effect
-    replicas: dict[
-        str, dict[str, int]
-    ] = {}  # option -> value -> how often the ranks together hold the model then
+    # option -> value -> how often the ranks together hold the model then
+    replicas: dict[str, dict[str, int]] = {}
 
     @model_validator(mode="after")
     def _values(self) -> Strategy:
@@ -256,12 +252,10 @@ class Variant(Needy):
     model: str | None = None
     strategy: str | None = None
     stack: str | None = None
-    world_size: int | None = Field(
-        default=None, ge=1
-    )  # this variant's own number of ranks: wins over the cell's
-    devices: int | None = Field(
-        default=None, ge=1
-    )  # GPUs that each rank sees; default: as many as there are ranks
+    # this variant's own number of ranks: wins over the cell's
+    world_size: int | None = Field(default=None, ge=1)
+    # GPUs that each rank sees; default: as many as there are ranks
+    devices: int | None = Field(default=None, ge=1)
     env: dict[str, str] = {}
     # Beside the case's: the machine's facts that decide this variant's answer.
     depends_on_capabilities: list[Capability] = []
@@ -272,12 +266,10 @@ class Variant(Needy):
 
 class Launch(Strict):
     world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
-    devices: int | None = Field(
-        default=None, ge=1
-    )  # GPUs that each rank sees; default: as many as there are ranks
-    deadline: float = Field(
-        default=120, gt=0
-    )  # seconds of work, start-up apart; then it hangs, or is too slow
+    # GPUs that each rank sees; default: as many as there are ranks
+    devices: int | None = Field(default=None, ge=1)
+    # seconds of work, start-up apart; then it hangs, or is too slow
+    deadline: float = Field(default=120, gt=0)
     imports: list[str] = []  # what a fork server imports ahead for this case
     cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
     process_group: bool = (
@@ -316,10 +308,8 @@ class PassCriteria(Strict):
     effects: list[str] = []
 
 
-UNFIXED = (
-    "unfixed",
-    "control",
-)  # the names of the variants of role unfixed, one for each kind of case
+# the names of the variants of role unfixed, one for each kind of case
+UNFIXED = ("unfixed", "control")
 
 
 class Axes(Strict):
@@ -355,23 +345,20 @@ class Case(Strict):
     # a reference began, what is compared); 0: the model is drawn and compared part by part. For the
     # memory plan.
     reference_models: int = Field(default=3, ge=0)
-    preserve_config: list[
-        str
-    ] = []  # keys of the model's configuration that scale=tiny leaves at their real value
+    # keys of the model's configuration that scale=tiny leaves at their real value
+    preserve_config: list[str] = []
     tiny_config: dict[str, Any] = {}  # values of the model's configuration at scale=tiny
     options: dict[str, Any] = {}  # strategy options of every variant
     # Facts of the machine that decide its answers: where they differ it has no expectation.
     depends_on_capabilities: list[Capability] = []
     flags: dict[str, Flag] = {}  # the small settings that variants change
     signatures: list[Signature] = []  # any of them is the known failure
-    also_matches: list[
-        str
-    ] = []  # cases whose signature may match this case's stored observation too
+    # cases whose signature may match this case's stored observation too
+    also_matches: list[str] = []
     variants: dict[str, Variant]  # unfixed first; a control has one, named control
     claims: list[Claim] = []  # statements of threads, tested by stored results
-    expect: list[
-        Expectation
-    ] = []  # never in the case's file: the catalogue reads it from results/expected
+    # never in the case's file: the catalogue reads it from results/expected
+    expect: list[Expectation] = []
 
     @property
     def script_name(self) -> str:

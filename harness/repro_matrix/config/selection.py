@@ -35,21 +35,18 @@ class Selection:
     strategy: list[str] | None = None
     ranks: list[int] | None = None
     stack: list[str] = field(default_factory=lambda: ["current"])
-    hardware: list[str] = field(
-        default_factory=lambda: ["auto"]
-    )  # one cell per profile; auto: where each can run
+    # one cell per profile; auto: where each can run
+    hardware: list[str] = field(default_factory=lambda: ["auto"])
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for compose_run
     given: set[str] = field(default_factory=set)  # the axes that the command line names
-    words: list[tuple[str, str]] = field(
-        default_factory=list, compare=False
-    )  # (key, override as written)
+    # (key, override as written)
+    words: list[tuple[str, str]] = field(default_factory=list, compare=False)
     source: str = ""  # file and name of the block
-    narrows: frozenset[str] = (
-        frozenset()
-    )  # axes of the command line that only narrow what a block's cases list
+    # axes of the command line that only narrow what a block's cases list
+    narrows: frozenset[str] = frozenset()
 
 
 def parse_overrides(overrides: Iterable[str]) -> Selection:
@@ -86,9 +83,8 @@ def parse_overrides(overrides: Iterable[str]) -> Selection:
         else:
             values = [_plain(value)]
         key = override.key_or_group
-        if (
-            key in selection.given or key.removeprefix("flags.") in selection.flags
-        ):  # Hydra would take the last one
+        # Hydra would take the last one
+        if key in selection.given or key.removeprefix("flags.") in selection.flags:
             raise ConfigError(
                 f"override {text!r}: {key}= is given twice; separate values with commas"
             )

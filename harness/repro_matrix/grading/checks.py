@@ -29,11 +29,8 @@ from typing import Any, Literal
 from repro_matrix.text import first_line
 
 MAX_VALUE = 80  # characters of a value that is shown
-_NOT_FINITE = {
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-}  # JSON has no such numbers: the kit writes names
+# JSON has no such numbers: the kit writes names
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 State = Literal["passed", "failed", "void"]
 

@@ -31,11 +31,8 @@ SHARE = (
 )
 SPARE = 0.01  # ... and this part of the whole
 WHOLE = 0.9  # what counts as the whole: a few parameters may have no gradient
-COMPUTES = (
-    "training",
-    "inference",
-    "generating",
-)  # what is only loaded or saved may stay on the host
+# what is only loaded or saved may stay on the host
+COMPUTES = ("training", "inference", "generating")
 _HOLDS = {
     "parameters": "holds all parameters",
     "gradients": "holds all gradients",

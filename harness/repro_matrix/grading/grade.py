@@ -101,9 +101,8 @@ def grade(
         case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases
     )
     outcome = _infra_error(attempt, planned or {})
-    if isinstance(
-        case, AdhocCase
-    ):  # what the user looks for may be just that: no memory, an import that fails
+    # what the user looks for may be just that: no memory, an import that fails
+    if isinstance(case, AdhocCase):
         described = recognized or (not case.failure and primary)
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
     elif outcome is None and (error := script_error(failures)):
@@ -209,9 +208,8 @@ def _other_versions(attempt: Evidence, stored: Mapping[str, str]) -> Outcome | N
     plans = [("the plan", attempt.planned), ("the stack", stored)]
     ranks = [(f"rank {rank.rank}", rank.record["versions"]) for rank in attempt.ranks]
     for (one, versions), (other, others) in combinations([*plans, *ranks], 2):
-        same = (
-            same_release if (one, versions) in plans else str.__eq__
-        )  # only metadata leaves out a build (+cu121)
+        # only metadata leaves out a build (+cu121)
+        same = same_release if (one, versions) in plans else str.__eq__
         for package in filter(others.__contains__, versions):
             pair = (versions[package], others[package])
             if "unknown" not in pair and not same(*pair):

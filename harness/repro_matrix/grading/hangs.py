@@ -147,9 +147,8 @@ _WAITS = frozenset(
     {"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"}
 )
 _DDP_CALLS = {"_distributed_broadcast_coalesced": "broadcast"}  # of its buffers, done in C++
-_DISPATCH = re.compile(
-    r"torch/(_ops\.py|_library/)"
-)  # how an operation is called: never where a rank stands
+# how an operation is called: never where a rank stands
+_DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 
 
 def blocking_call(stack: str) -> str:
@@ -192,9 +191,8 @@ def stable_stack(stack: str) -> str:
 
 # -- deadlock
 
-Group = tuple[
-    str, tuple[int, ...]
-]  # a name and its ranks: a group's name may mean other ranks elsewhere
+# a name and its ranks: a group's name may mean other ranks elsewhere
+Group = tuple[str, tuple[int, ...]]
 _KINDS = (
     "allgather",
     "reducescatter",
@@ -372,9 +370,8 @@ def _waits_for(
     by_entry: Mapping[tuple[Group, int], Mismatch],
 ) -> bool:
     if not rank.pending:
-        return (
-            bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
-        )  # for whom is not known: for all of them
+        # for whom is not known: for all of them
+        return bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
     for entry in rank.pending:
         mismatch = by_entry.get((entry.group, entry.sequence))
         if mismatch and (mismatch.contradicts or set(mismatch.missing) & blocked):

@@ -319,9 +319,8 @@ class Rank:
         # The rank monitor's last answer; of a rank that ended by itself on a GPU, its record's.
         self.collectives = data.get("collectives") or self.record.get("collectives")
         self.samples = data.get("samples")  # None: no process samples were taken
-        self.ended_at = number(
-            self.record.get("ended")
-        )  # by the rank's own clock; None: it did not get that far
+        # by the rank's own clock; None: it did not get that far
+        self.ended_at = number(self.record.get("ended"))
 
     @cached_property
     def chain(self) -> list[RaisedException]:
@@ -432,9 +431,8 @@ class Evidence:
         self.leaked = [
             each for each in attempt["leaked_processes"] if not each.startswith("/dev/shm/")
         ]
-        self.printed: Mapping[str, Any] = observation.get(
-            "printed", {}
-        )  # of a user's script, from its logs
+        # of a user's script, from its logs
+        self.printed: Mapping[str, Any] = observation.get("printed", {})
         self.ranks = sorted(
             (Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank
         )

@@ -44,9 +44,8 @@ _MESSAGE_TYPES = frozenset(
     }
 )
 _DEVICE_TYPES = frozenset({"RuntimeError", "AcceleratorError", "DistBackendError"})
-_STOPPED_TYPES = frozenset(
-    {"KeyboardInterrupt", "SystemExit", "SignalException"}
-)  # how a rank learns of its end
+# how a rank learns of its end
+_STOPPED_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,8 @@ class Failures:
     """Hold the failures of an attempt: the primary ones, and the ranks that only followed them."""
 
     primary: tuple[Failure, ...]  # the earliest first
-    excused: frozenset[
-        int
-    ]  # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
+    # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
+    excused: frozenset[int]
     ranks: frozenset[int]  # those of ``primary``
 
     @property
@@ -269,9 +267,8 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
         return (FailureId(type=primary.type, code_location=location or None),)
     if outcome.failed:
         return tuple(FailureId(check=name) for name in outcome.failed)
-    return (
-        FailureId(type="unfinished"),
-    )  # a rank left nothing behind, or was stopped without failing by itself
+    # a rank left nothing behind, or was stopped without failing by itself
+    return FailureId(type="unfinished")
 
 
 def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[FailureId, ...]:

@@ -220,9 +220,8 @@ def _hang(signature: Signature, attempt: Evidence, failures: Failures) -> dict[i
 
     A rank that waits for another one which failed is not a hang of its own.
     """
-    if (
-        not signature.frames and not signature.collective
-    ):  # of a user's script: it has not ended by then
+    # of a user's script: it has not ended by then
+    if not signature.frames and not signature.collective:
         late = attempt.timed_out or _work_s(attempt) > (attempt.deadline or math.inf)
         return {
             rank.rank: f"did not end within {attempt.deadline:g} s"

@@ -206,9 +206,8 @@ _BARE = re.compile(
     r"|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
     r"(?:: (?P<message>\S.*)|:?\s*)$"
 )
-_TWICE = re.compile(
-    r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+"
-)  # of two ranks on one line
+# of two ranks on one line
+_TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")
 # What stands above a traceback: where that is cut off, it is all that is left. A warning has frames
 # of C++, too.
 _SIGN = re.compile(
@@ -279,12 +278,10 @@ class Errors:
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
         self._last: dict[str, int] = {}  # label -> the line of its last error
-        self._chained: dict[
-            str, int
-        ] = {}  # label -> the line of the error that the next one is raised from
-        self._ignored: dict[
-            str, int
-        ] = {}  # label -> the line that says that the next traceback is ignored
+        # label -> the line of the error that the next one is raised from
+        self._chained: dict[str, int] = {}
+        # label -> the line that says that the next traceback is ignored
+        self._ignored: dict[str, int] = {}
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
         self.quoted = False  # what is read is a text that quotes a traceback

@@ -23,9 +23,8 @@ MOST_VARIANTS = 4
 FIRST_LINES = 6  # of a long message, and its last two
 LONGEST = 600  # characters of one of its lines
 
-Versions = tuple[
-    Mapping[str, str], str
-]  # package -> release, and where they come from: "stack current"
+# package -> release, and where they come from: "stack current"
+Versions = tuple[Mapping[str, str], str]
 
 
 def log_json(

@@ -98,11 +98,8 @@ def completed(record: Mapping[str, Any]) -> Exception_:
     if isinstance(python, type) and issubclass(python, BaseException):
         bases = [base.__name__ for base in python.__mro__[1:-1]]
     if bases and module and module.partition(".")[0] not in ("builtins", *UPSTREAM):
-        kind, module, bases = (
-            f"{module}.{kind}",
-            "",
-            [],
-        )  # mylib.ValueError only has the name of Python's
+        # mylib.ValueError only has the name of Python's
+        kind, module, bases = (f"{module}.{kind}", "", [])
     frames: list[Frame] = [
         frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])
     ]

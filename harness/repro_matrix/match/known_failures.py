@@ -111,15 +111,12 @@ class LogAnswer:
     remarks: list[KnownFailure] = field(default_factory=list)  # warnings that are a known failure's
     evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
     hang: LogHang | None = None
-    like: list[str] = field(
-        default_factory=list
-    )  # known hangs whose ranks wait in the same kinds of collectives
-    findings: list[Finding] = field(
-        default_factory=list
-    )  # other lines: causes, then how processes ended, then peers
-    recovered: list[LogFailure | Finding] = field(
-        default_factory=list
-    )  # training went on after them, and none ended it
+    # known hangs whose ranks wait in the same kinds of collectives
+    like: list[str] = field(default_factory=list)
+    # other lines: causes, then how processes ended, then peers
+    findings: list[Finding] = field(default_factory=list)
+    # training went on after them, and none ended it
+    recovered: list[LogFailure | Finding] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -326,9 +323,8 @@ def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFail
     case = next((each for each in catalogue.cases if each.slug == name), None)
     strategies = strategies_of(failure.error)
     found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
-    found = found and name not in {
-        each.case for each in failure.perhaps
-    }  # in the case's own wording
+    # in the case's own wording
+    found = found and name not in {each.case for each in failure.perhaps}
     return (
         (KnownFailure(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
         if found

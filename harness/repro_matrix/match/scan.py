@@ -289,9 +289,8 @@ class Scanned:
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     summary: ScanSummary = field(default_factory=ScanSummary)
-    findings: dict[tuple[int | None, str, str], Finding] = field(
-        default_factory=dict
-    )  # by rank, kind and place
+    # by rank, kind and place
+    findings: dict[tuple[int | None, str, str], Finding] = field(default_factory=dict)
     progress: StepProgress = field(default_factory=StepProgress)
     waits: Waits = field(default_factory=Waits)
     unread: dict[str, int] = field(default_factory=dict)  # why -> the first line that is not read
