@@ -93,6 +93,10 @@ class FailureRule(Strict):
         return self.raised_in or [_PACKAGES.get(self.library, "torch")]
 
     @property
+    def ends_process(self) -> bool:
+        return self.shows == "end" or bool(self.exit_codes)
+
+    @property
     def heading(self) -> str:
         return f"{self.library} refused this: {self.title}" if self.library else self.title
 

@@ -13,6 +13,7 @@ out. Wrong numbers without an error are not in a log.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -178,95 +179,103 @@ def _is_general(each: LogFailure | Finding | LogHang) -> bool:
 
 def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
     """Return the known failures that a log shows."""
-    launchers = [
-        error
-        for error in seen.errors
-        if _LAUNCHERS.fullmatch(error.type) and "ninja" not in error.message
-    ]
-    raised = [error for error in seen.errors if error not in launchers]
-    attempt = as_attempt(raised)
-    # An error that only a lost peer explains is an echo, also where the log does not hold what it
-    # echoes.
-    primary = {failure.rank for failure in find_failures(attempt).primary if not failure.secondary}
-    found = [
-        _failure(error, catalogue, seen) if index in primary else LogFailure(error, echo=True)
-        for index, error in enumerate(raised)
-    ]
-    found += [LogFailure(error, echo=True) for error in launchers]
-    found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
-    if not any(each.error.type and not each.echo for each in found):
-        # Ranks that do not find each other raise what a lost peer raises, too.
-        found = [
-            replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause"))
-            for each in found
-        ]
-    # What was cut off before its type comes after what is known, and one line alone says nothing
-    # beside its traceback. Of mixed tracebacks it is the rest of one that is listed.
-    mixed = any(each.error.mixed and each.error.type for each in found)
-    found = [each for each in found if each.error.type or not (mixed and each.error.mixed)]
-    found = [each for each in found if not (each.error.ignored and seen.progress.complete)]
-    found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
-    framed = {
-        each.case
-        for failure in found
-        if failure.error.places
-        for each in (*failure.known, *failure.perhaps)
-    }
-    found = [
-        each
-        for each in found
-        if each.error.places or not framed & {item.case for item in each.perhaps}
-    ]
-    answer = LogAnswer(found, hang=hang_of(seen.waits, seen.progress.since))
-    answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
-    lines = {each.line for each in found if not each.echo}
-    kinds = {each.rule.name for each in found if each.rule and not each.echo}
-    order = ["cause", "end", "peer"]
     progress = seen.progress
+    answer = LogAnswer(_failures(seen, catalogue), hang=hang_of(seen.waits, progress.since))
+    answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
     serious = [
         each
         for each in seen.findings.values()
         if not (each.warning and (progress.after(each.last) or progress.complete))
     ]
-    answer.findings = sorted(
-        (each for each in serious if each.line not in lines and each.kind not in kinds),
-        key=lambda each: (
-            order.index(rules()[each.kind].shows),
-            each.kind == "ended-without-error",
-            each.line,
-        ),
-    )
-    later = max(_fatal_lines(answer), default=0)
-    if (hang := answer.hang) and (
-        progress.recovered(hang.last) or progress.goes_on(hang.last, later)
-    ):
-        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
-    shown = [rules()[each.kind] for each in serious if each.last > progress.overcome]
-    ended = any(rule.shows == "end" or rule.exit_codes for rule in shown)
-    crashed = answer.hang or ended or any(each.last > progress.overcome for each in launchers)
-
-    def recovered(last: int, buffered: bool = False) -> bool:
-        ends_well = not (crashed or buffered) and progress.recovered(last)
-        return last < progress.overcome or progress.goes_on(last, later) or ends_well
-
-    answer.recovered += [
-        each
-        for each in found
-        if _was_caught(each, answer.causes, progress)
-        or (
-            recovered(each.error.last, _may_be_buffered(each.error, progress))
-            and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
-        )
-    ]
-    answer.recovered += [each for each in answer.findings if recovered(each.last)]
-    answer.failures = [each for each in found if each not in answer.recovered]
-    answer.findings = [each for each in answer.findings if each not in answer.recovered]
+    answer.findings = _other_lines(answer, serious)
+    _recover(answer, seen, serious)
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:
             answer.remarks.append(KnownFailure(case.slug, signature.name, note.line))
             answer.evidence[note.line] = note.text
     return answer
+
+
+def _is_launcher(error: Error) -> bool:
+    return bool(_LAUNCHERS.fullmatch(error.type)) and "ninja" not in error.message
+
+
+def _failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
+    """Return the errors with their known failures, the first cause first and echoes last."""
+    raised = [error for error in seen.errors if not _is_launcher(error)]
+    # An error that only a lost peer explains is an echo, even if the log does not contain the
+    # error that it echoes.
+    primary = find_failures(as_attempt(raised)).primary
+    causes = {id(raised[each.rank]) for each in primary if not each.secondary}
+    found = [
+        _failure(error, catalogue, seen) if id(error) in causes else LogFailure(error, echo=True)
+        for error in seen.errors
+    ]
+    found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
+    if not any(each.error.type and not each.echo for each in found):
+        # Ranks that do not find each other raise the errors of a lost peer too.
+        found = [
+            replace(each, echo=False) if each.rule and each.rule.shows == "cause" else each
+            for each in found
+        ]
+    # One line alone adds nothing to its traceback, and of mixed tracebacks an error without a type
+    # is the rest of another one.
+    mixed = any(each.error.mixed and each.error.type for each in found)
+    framed = {
+        item.case for each in found if each.error.places for item in (*each.known, *each.perhaps)
+    }
+    found = [
+        each
+        for each in found
+        if (each.error.type or not (mixed and each.error.mixed))
+        and not (each.error.ignored and seen.progress.complete)
+        and (each.error.places or framed.isdisjoint(item.case for item in each.perhaps))
+    ]
+    return sorted(found, key=lambda each: (each.echo, not each.error.type, each.line))
+
+
+def _other_lines(answer: LogAnswer, findings: Iterable[Finding]) -> list[Finding]:
+    """Return the lines that no error explains: causes, then how processes ended, then peers."""
+    lines = {each.line for each in answer.causes}
+    kinds = {each.rule.name for each in answer.causes if each.rule}
+    order = ["cause", "end", "peer"]
+    return sorted(
+        (each for each in findings if each.line not in lines and each.kind not in kinds),
+        key=lambda each: (
+            order.index(rules()[each.kind].shows),
+            each.kind == "ended-without-error",
+            each.line,
+        ),
+    )
+
+
+def _recover(answer: LogAnswer, seen: Scanned, serious: Iterable[Finding]) -> None:
+    """Move what training overcame to ``recovered``: it went on, and none of it ended the run."""
+    progress, hang = seen.progress, answer.hang
+    later = max(_fatal_lines(answer), default=0)
+    if hang and (progress.recovered(hang.last) or progress.goes_on(hang.last, later)):
+        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
+    ends = [each.last for each in serious if rules()[each.kind].ends_process]
+    ends += [error.last for error in seen.errors if _is_launcher(error)]
+    crashed = answer.hang or any(last > progress.overcome for last in ends)
+
+    def recovered(last: int, buffered: bool = False) -> bool:
+        ends_well = not (crashed or buffered) and progress.recovered(last)
+        return last < progress.overcome or progress.goes_on(last, later) or ends_well
+
+    def caught(each: LogFailure) -> bool:
+        error = each.error
+        return _was_caught(each, answer.causes, progress) or (
+            recovered(error.last, _may_be_buffered(error, progress))
+            and (_may_be_caught(error, progress) or error.last < progress.overcome)
+        )
+
+    failures = list(filter(caught, answer.failures))
+    findings = [each for each in answer.findings if recovered(each.last)]
+    answer.recovered += [*failures, *findings]
+    answer.failures = [each for each in answer.failures if each not in failures]
+    answer.findings = [each for each in answer.findings if each not in findings]
 
 
 def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailure:
