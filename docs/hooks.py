@@ -55,7 +55,7 @@ def commands() -> str:
 
     parts = ["# Commands", "Generated from `repro COMMAND --help`."]
     for command in cli.COMMANDS:
-        text = cli.command_parser(command)[1].format_help()
+        text = cli.help_of(command)
         parts.append(f"## repro {command}\n\n```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
 
@@ -69,7 +69,7 @@ def case_models() -> list[type[BaseModel]]:
 def axis_models() -> list[type[BaseModel]]:
     from repro_matrix.config import schema
 
-    axes = (schema.Model, schema.Strategy, schema.Stack, schema.Hardware)
+    axes = (schema.Model, schema.Strategy, schema.StackFile, schema.HardwareProfile)
     return list(dict.fromkeys(model for axis in axes for model in reachable(axis)))
 
 

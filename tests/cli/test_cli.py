@@ -52,7 +52,6 @@ def test_help_names_every_command_on_one_screen(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("words", [["--help"], ["list", "--help"], ["show", "fsdp-uniform-dtype"]])
 def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
-    """argparse ignores a full disk, and exits with 0."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-u", "-m", "repro_matrix", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
@@ -308,6 +307,6 @@ def test_defect_exits_with_70(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python exits with 1 then, which means here that something differs from its expectation."""
-    monkeypatch.setattr("repro_matrix.cli.list.main", lambda args: {}["x"])
+    monkeypatch.setattr("repro_matrix.cli.list.main.callback", lambda args: {}["x"])
     code, _, err = call(capsys, "list")
     assert code == 70 and "a defect of repro-matrix" in err and "KeyError" in err

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click import UsageError
 from repro_matrix.cli import main as cli
+from repro_matrix.cli.options import Arguments
 from repro_matrix.config import schema
 from repro_matrix.errors import ExitCode, ReproError
 from repro_matrix.paths import ROOT
@@ -67,7 +69,7 @@ def test_commands_are_found_in_most_pages() -> None:
 def test_command_parses(name: str) -> None:
     command, *arguments = (each.replace("CASE", "fsdp-generate") for each in COMMANDS[name][1:])
     try:
-        _, args = cli.parsed(command, arguments)
+        args = Arguments(**cli.parse(command, arguments).params)
         if (
             command in SELECTS
             and "--module" not in arguments
@@ -77,7 +79,7 @@ def test_command_parses(name: str) -> None:
             case = [f"case={args.case}"] if command == "run" and args.case else []
             if not any(own in " ".join(arguments) for own in USERS):
                 session.make_request([*case, *args.overrides])
-    except (ReproError, SystemExit) as error:
+    except (ReproError, UsageError) as error:
         pytest.fail(f"{name}: {error}")
 
 
@@ -117,7 +119,16 @@ def test_links_outside_the_site_lead_to_a_file() -> None:
 def test_every_guide_and_concept_is_in_the_readme() -> None:
     pages = [name for name in TEXTS if name.startswith(("docs/guides", "docs/concepts"))]
     assert not [name for name in pages if name not in TEXTS["README.md"]]
-    assert len(TEXTS["README.md"].splitlines()) <= 130
+    assert len(TEXTS["README.md"].splitlines()) <= 140
+
+
+def test_log_in_the_readme_is_answered_with_these_lines(capsys: pytest.CaptureFixture) -> None:
+    shown = TEXTS["README.md"].split("$ repro match train.log\n")[1].split("\n\n")[0]
+    lines = [line.strip() for line in shown.splitlines()]
+    log = DOCS / "examples" / "lora-dtype" / "train.log"
+    assert cli.main(["match", str(log)]) == ExitCode.OK
+    answer = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) > 5 and lines == [line for line in answer if line in lines]
 
 
 def test_answer_in_the_readme_is_what_the_published_results_show() -> None:

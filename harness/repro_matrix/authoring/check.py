@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 
+from repro_matrix.config.launchers import SHIPPED
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
@@ -100,7 +101,7 @@ def measure_case(slug: str, overrides: list[str]) -> dict[str, list[Document]] |
         workspace.interruptible(stop, log, "nothing is stored"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
-        for launcher in ("forkserver", "torchrun"):
+        for launcher in SHIPPED:
             log(f"{slug}: every variant, {launcher}")
             usual = {"repeat": TIMES, "launcher": launcher, "results": f"{folder}/{launcher}"}
             prepared = session.prepare(

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +16,11 @@ from repro_matrix.search.prober import one_case
 from repro_matrix.text import counted
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case(parser)
-    options.overrides(parser, json=False)
-    parser.add_argument("--no-run", action="store_true", help="check its files only")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.case
+@options.overrides
+@options.flag("--no-run", "check its files only")
+def main(args: options.Arguments) -> int:
     known, case = catalog.load(), one_case(args.case)
     file, script = (
         known.own.get("case", {}).get(case.slug, CONF / "case" / f"{case.slug}.yaml"),
@@ -53,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _lines(
-    args: argparse.Namespace, found: Sequence[str], not_measured: Mapping[str, str]
+    args: options.Arguments, found: Sequence[str], not_measured: Mapping[str, str]
 ) -> Iterator[str]:
     yield from found
     how = "ready: the attempts with both launchers agree"

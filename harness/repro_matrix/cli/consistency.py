@@ -15,47 +15,43 @@ agree, 1 the script contradicts itself, 2 usage, 3 not everything could be check
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import threading
 from dataclasses import replace
 
+import click
+
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
-from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log, one_line
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "case", metavar="SCRIPT", nargs="?", help="./train.py, or a command line after --"
-    )
-    options.overrides(parser)
-    options.add_launch_options(parser)
-    options.vary(parser)
-    options.trace(parser)
-    parser.set_defaults(command=())
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "case", metavar="[SCRIPT]", required=False, help="./train.py, or a command line after --"
+)
+@options.overrides
+@options.json
+@options.launch
+@options.vary
+@options.trace
+def main(args: options.Arguments) -> int:
     from repro_matrix.compare import consistency  # numpy
     from repro_matrix.compare.two_sides import TraceRunner, Window
     from repro_matrix.runner.adhoc_case import in_shell
 
-    chosen, base = options.configurations(args)
+    chosen, base = scripts.configurations(args)
     stack = in_shell(replace(stacks.resolve(base, say=log), name=base))
     stop = threading.Event()
     runner = TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
-        try:
-            found, runs = consistency.check_consistency(
-                runner, chosen, stack, Window(args.steps, args.from_step)
-            )
-        except Stopped as stopped:
-            return options.stopped(stopped)
-    command = shlex.join(["repro", "consistency", *args.words])
+        found, runs = consistency.check_consistency(
+            runner, chosen, stack, Window(args.steps, args.from_step)
+        )
+    command = shlex.join(args.line)
     if args.json:
         print_json({**consistency.consistency_to_json(found, runs), "command": command})
     else:

@@ -3,11 +3,10 @@ cannot."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
-from repro_matrix.cli import options as arguments
+from repro_matrix.cli import options
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import (
     GpuState,
@@ -18,7 +17,7 @@ from repro_matrix.environment.gpus import (
 )
 from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import resolve
-from repro_matrix.launch.processes import op_compiled
+from repro_matrix.environment.stacks.extensions import op_compiled
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
@@ -31,11 +30,10 @@ from repro_matrix.text import counted
 _SHOWN = ("python", "transformers", "accelerate", "peft", "deepspeed")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.overrides
+@options.json
+def main(args: options.Arguments) -> int:
     problems, where = [], "here"
     try:
         prepared = session.prepare(args.overrides, build_stacks=False, as_locked=True)

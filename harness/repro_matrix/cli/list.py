@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from repro_matrix.cli import options
@@ -18,11 +17,10 @@ from repro_matrix.runner.session import make_request
 from repro_matrix.text import counted
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.overrides(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.overrides
+@options.json
+def main(args: options.Arguments) -> int:
     request = make_request(args.overrides)
     request.check()
     cells = (

@@ -7,17 +7,16 @@ runs.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
-import inspect
 import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+
+import click
 
 from repro_matrix.errors import ConfigError, ExitCode, ReproError, nearest
 
@@ -53,7 +52,6 @@ GROUPS = {
         "export": "write one variant as a folder that runs alone, to attach to an issue",
         "accept": "publish measured results as the baseline and as expectations",
         "regrade": "grade stored evidence anew; report every verdict that differs",
-        "merge": "merge the results of a run's shards into one folder",
         "stack": "list, show, lock, build or prune software stacks",
     },
 }
@@ -87,29 +85,21 @@ def overview() -> str:
     return HELP.format(commands="\n".join(lines))
 
 
-def command_parser(command: str) -> tuple[Any, Any]:
-    """Return a command's module and its argument parser."""
-    module = importlib.import_module(f"repro_matrix.cli.{command}")
-    from repro_matrix.cli import options  # not for `repro --help`: it imports pydantic
-
-    parser = options.Parser(
-        prog=f"repro {command}",
-        description=COMMANDS[command],
-        epilog=inspect.cleandoc(module.__doc__ or "").partition("\n\n")[2],
-        allow_abbrev=False,
-        formatter_class=options.HelpFormatter,
-    )
-    module.configure(parser)
-    return module, parser
+def command_of(name: str) -> click.Command:
+    """Import a command's module and return the command."""
+    command: click.Command = importlib.import_module(f"repro_matrix.cli.{name}").main
+    return command
 
 
-def parsed(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return a command's module and its parsed arguments. Raise SystemExit or ConfigError if they
-    are wrong."""
-    from repro_matrix.cli import options
+def help_of(name: str) -> str:
+    """Return the text of `repro NAME --help`."""
+    command = command_of(name)
+    return command.get_help(click.Context(command, None, f"repro {name}", max_content_width=100))
 
-    module, parser = command_parser(command)
-    return module, options.parse_arguments(parser, list(arguments))
+
+def parse(name: str, arguments: Sequence[str]) -> click.Context:
+    """Return the parsed arguments of a command. Raise ConfigError or click.UsageError."""
+    return command_of(name).make_context(f"repro {name}", list(arguments))
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -127,8 +117,15 @@ def _run(arguments: Sequence[str]) -> int:
             else "a command is missing"
         )
         raise ConfigError(f"{what} (`repro --help` lists the commands)")
-    module, args = parsed(command, arguments[1:])
-    return int(module.main(args))
+    try:
+        with parse(command, arguments[1:]) as context:
+            return int(context.command.invoke(context) or 0)
+    except click.exceptions.Exit as done:  # --help
+        return done.exit_code
+    except click.UsageError as error:
+        from repro_matrix.cli.options import explain  # not for `repro --help`: it imports pydantic
+
+        raise ConfigError(explain(error)) from None
 
 
 def _version() -> str:

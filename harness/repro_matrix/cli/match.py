@@ -10,10 +10,12 @@ their codes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+import click
+
+from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.environment import lockfiles
 from repro_matrix.environment.stacks import lock, spec
@@ -26,27 +28,23 @@ from repro_matrix.match.scan import scan
 from repro_matrix.report.terminal import print_json, print_notes
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "logs",
-        nargs="*",
-        metavar="LOG",
-        help="a training log: text, gzip or JSON lines; - or none: stdin",
-    )
-    parser.add_argument(
-        "--versions",
-        metavar="FILE",
-        help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON with stable keys instead of text"
-    )
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "logs",
+    nargs=-1,
+    metavar="[LOG]...",
+    help="a training log: text, gzip or JSON lines; - or none: stdin",
+)
+@click.option(
+    "--versions",
+    metavar="FILE",
+    help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME",
+)
+@options.json
+def main(args: options.Arguments) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
-    known = SignatureIndex(cases.cases)
+    known = SignatureIndex(cases.cases, cases.strategies)
     stacks = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
     given = _versions(stacks, args.versions)
     found = []

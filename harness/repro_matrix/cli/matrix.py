@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.derivation import bisect_exit, exit_code
 from repro_matrix.changes.nightly import not_committed
 from repro_matrix.changes.regressions import against_history, since_last_passing
-from repro_matrix.cli import options as arguments
+from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary
 from repro_matrix.report.formats import variant_record
@@ -25,25 +24,18 @@ from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
 from repro_matrix.text import counted, log
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser)
-    parser.add_argument("--all", action="store_true", help="a line for every variant of every cell")
-    run_options(parser)
-
-
-def run_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `repro run CASE` takes as well."""
-    add = parser.add_argument
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the interrupted run, or this selection's: keep its results",
-    )
-    add("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
+run_options = options.together(
+    options.flag("--resume", "continue the interrupted run, or this selection's: keep its results"),
+    options.flag("--dry-run", "show what would be launched, and launch nothing"),
+)
 
 
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.overrides
+@options.json
+@options.flag("--all", "a line for every variant of every cell")
+@run_options
+def main(args: options.Arguments) -> int:
     if args.all and args.dry_run:
         raise ConfigError(
             "--all: shows results, and --dry-run has none. --json lists every variant."
@@ -52,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_selection(
-    args: argparse.Namespace,
+    args: options.Arguments,
     texts: Sequence[str],
     *,
     every_variant: bool,

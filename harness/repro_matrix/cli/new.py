@@ -3,15 +3,15 @@ overwritten."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
+import click
+
 from repro_matrix.authoring import draft
+from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
-from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import recognize
@@ -19,20 +19,22 @@ from repro_matrix.match.lines import read_lines
 from repro_matrix.match.scan import scan
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("slug", metavar="SLUG", help="the case's name: lower case, with hyphens")
-    text = "propose the signature of the first error in a training log"
-    parser.add_argument("--from-log", metavar="LOG", help=text)
-    parser.add_argument(
-        "--like",
-        metavar="CASE",
-        help="copy flags, variants, axes, checks and script of another case",
-    )
-    text = "no error, wrong numbers: the check that fails (updates, loss ...)"
-    parser.add_argument("--silent", metavar="CHECK", help=text)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument("slug", help="the case's name: lower case, with hyphens")
+@click.option(
+    "--from-log", metavar="LOG", help="propose the signature of the first error in a training log"
+)
+@click.option(
+    "--like",
+    metavar="CASE",
+    help="copy flags, variants, axes, checks and script of another case",
+)
+@click.option(
+    "--silent",
+    metavar="CHECK",
+    help="no error, wrong numbers: the check that fails (updates, loss ...)",
+)
+def main(args: options.Arguments) -> int:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
         raise ConfigError(
             f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens."
@@ -52,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     made = draft.draft(known.raw["case"][args.like] if args.like else None)
     script = known.script(known.cases[args.like]) if args.like else draft.SCRIPT
     if args.from_log:
-        made["signatures"] = [_signature_of_log(args.from_log, known.cases)]
+        made["signatures"] = [_signature_of_log(args.from_log, known)]
     if args.silent:
         made["signatures"] = [{"name": "wrong", "kind": "check", "check": args.silent}]
     for path in draft.write_draft(args.slug, made, script.read_text(encoding="utf-8")):
@@ -63,8 +65,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _signature_of_log(path: str, cases: Mapping[str, Case]) -> dict[str, Any]:
-    known = SignatureIndex(cases)
+def _signature_of_log(path: str, catalogue: catalog.Catalogue) -> dict[str, Any]:
+    known = SignatureIndex(catalogue.cases, catalogue.strategies)
     answer = recognize(scan(read_lines(path), known), known)
     if answer.names:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
 import time
@@ -10,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import click
 
 from repro_matrix.baseline.advice import advice
 from repro_matrix.baseline.claims import ledger
@@ -44,22 +45,18 @@ SYMPTOM = 230  # characters, so that the table below it stays in sight
 AXES = ("model", "strategy", "stack", "world_size", "devices")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case(parser)
-    text = (
-        "variants, whose commands are shown; or overrides, such as model=llama-2-7b"
-        " stack=torch2.2-tf4.39"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="VARIANT|OVERRIDE", help=text)
-    parser.add_argument(
-        "--commands",
-        action="store_true",
-        help="show the command of each variant, to run it yourself",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.case
+@click.argument(
+    "overrides",
+    nargs=-1,
+    metavar="[VARIANT|OVERRIDE]...",
+    help="variants, whose commands are shown; or overrides, such as model=llama-2-7b"
+    " stack=torch2.2-tf4.39",
+)
+@options.flag("--commands", "show the command of each variant, to run it yourself")
+@options.json
+def main(args: options.Arguments) -> int:
     for again in (word for word in args.overrides if word.startswith("case=")):
         raise ConfigError(f"{again}: the case is given already: {args.case}")
     chosen = ",".join(word for word in args.overrides if "=" not in word)

@@ -268,7 +268,7 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
     if outcome.failed:
         return tuple(FailureId(check=name) for name in outcome.failed)
     # a rank left nothing behind, or was stopped without failing by itself
-    return FailureId(type="unfinished")
+    return (FailureId(type="unfinished"),)
 
 
 def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[FailureId, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.failure_rules import FailureRule, rules, words_of
-from repro_matrix.config.schema import Case, Signature
+from repro_matrix.config.schema import Case, Signature, Strategy
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 
 DIGITS = b"0123456789"
@@ -65,8 +65,9 @@ class SignatureIndex:
     A log shows a rank only by its words, and rarely a backend: the signatures apply to any.
     """
 
-    def __init__(self, cases: Mapping[str, Case]) -> None:
+    def __init__(self, cases: Mapping[str, Case], strategies: Mapping[str, Strategy]) -> None:
         self.cases = list(cases.values())
+        self.strategies = list(strategies.values())
         self.simulated = {case.slug for case in self.cases if case.simulated}
         every = [(case, signature) for case in self.cases for signature in case.signatures]
         self.remarks = [item for item in every if item[1].kind == "log"]
