@@ -90,19 +90,18 @@ def grade(
     ``planned``: the stack's versions, beside those with which the observation itself was planned.
     """
     attempt = Evidence(observation)
-    failures = find_failures(attempt, threads=not isinstance(case, AdhocCase))
+    adhoc = isinstance(case, AdhocCase)
+    failures = find_failures(attempt, threads=not adhoc)
     first = failures.first
-    primary = (
-        Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.location, first.kind)
-        if first
-        else None
-    )
-    recognized = _recognize(
-        case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases
-    )
+    primary = None
+    if first:
+        message = first.message[:MAX_MESSAGE]
+        primary = Primary(first.rank, first.type, message, first.location, first.kind)
+    every = cases.values() if isinstance(cases, Mapping) else cases
+    recognized = _recognize(case, attempt, failures, every)
     outcome = _infra_error(attempt, planned or {})
-    # what the user looks for may be just that: no memory, an import that fails
     if isinstance(case, AdhocCase):
+        # The user may look for just that: no memory, an import that fails.
         described = recognized or (not case.failure and primary)
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
     elif outcome is None and (error := script_error(failures)):
@@ -112,42 +111,42 @@ def grade(
     if outcome:
         return replace(outcome, recognized=recognized, primary=primary)
     outcome = _judge(case, variant, attempt, failures, recognized)
-    apart = diverged(attempt) if completes_mismatches(attempt) else []
-    if (
-        outcome.outcome in ("other_failure", "hang")
-        and apart
-        and str(apart[0]) not in outcome.reason
-    ):
-        outcome = replace(
-            outcome, reason=f"{outcome.reason}; its ranks were in different collectives: {apart[0]}"
-        )
-    if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
-        near = near_misses(case.signatures, attempt, failures)
-        outcome = replace(outcome, reason=f"{outcome.reason} (nearly {near})") if near else outcome
-    place = observation.get("place")
-    if place and outcome.check and outcome.outcome == "other_failure":
-        outcome = replace(outcome, reason=f"{outcome.reason}; with a trace: {place['sentence']}")
-    failed = (
-        failed_checks(case, attempt)
-        if outcome.outcome == "other_failure" and primary is None
-        else ()
-    )
-    if isinstance(case, AdhocCase):
+    failed: tuple[str, ...] = ()
+    if adhoc:
         failed = (outcome.check,) if outcome.check else ()
+    elif outcome.outcome == "other_failure" and primary is None:
+        failed = failed_checks(case, attempt)
     without_warning = None
     matching = [item for item in recognized if item.case == case.slug]
     if outcome.outcome == "reproduced" and all(item.kind == "log" for item in matching):
         others = tuple(item for item in recognized if item not in matching)
         without_warning = _judge(case, variant, attempt, failures, others).outcome
-    blocking = observation["attempt"].get("retry_of", {}).get("kind") == "gpu_or_program"
     return replace(
         outcome,
+        reason=outcome.reason + _details(case, variant, attempt, failures, outcome),
         recognized=recognized,
         primary=primary,
         failed=failed,
         outcome_without_warning=without_warning,
-        blocking=blocking,
+        blocking=observation["attempt"].get("retry_of", {}).get("kind") == "gpu_or_program",
     )
+
+
+def _details(
+    case: Case, variant: str, attempt: Evidence, failures: Failures, outcome: Outcome
+) -> str:
+    """Return what a reason adds: different collectives, a near miss, the place by a trace."""
+    found = ""
+    apart = diverged(attempt) if completes_mismatches(attempt) else []
+    unsaid = apart and str(apart[0]) not in outcome.reason
+    if unsaid and outcome.outcome in ("other_failure", "hang"):
+        found += f"; its ranks were in different collectives: {apart[0]}"
+    if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
+        near = near_misses(case.signatures, attempt, failures)
+        found += f" (nearly {near})" if near else ""
+    if attempt.place and outcome.check and outcome.outcome == "other_failure":
+        found += f"; with a trace: {attempt.place['sentence']}"
+    return found
 
 
 # -- 1. no evidence

@@ -426,6 +426,7 @@ class Evidence:
         self.accelerator = self.settings.get("device", "")
         self.gpus = attempt.get("gpus", [])  # UUIDs of those that were leased to it
         self.infra_error = observation["infra_error"]
+        self.place = observation.get("place")  # the first different number, by a trace
         self.command_exit = observation.get("command_exit")  # of a user's script
         self.startup_s = attempt.get("startup_s")  # from the start until all ranks were at work
         self.leaked = [

@@ -166,55 +166,56 @@ def judge_pair(
                 " asynchronous CUDA error"
             )
 
-    def verdict(name: VerdictName, reason: str, failing: Sequence[Outcome] = ()) -> Verdict:
-        ids = all_failure_ids(case, failing) if name in FAILING else ()
-        return replace(
-            base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids
-        )
-
     if not unfixed:
         return _not_measured(base, f"unfixed: {_why_no_evidence(all_unfixed)}", all_unfixed)
     if not fix:
-        return _not_measured(
-            base, f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix
-        )
-    kinds, fix_kinds = {o.outcome for o in unfixed}, {o.outcome for o in fix}
-    both = f"unfixed {count_outcomes(unfixed)}; fix {count_outcomes(fix)}"
-    if len(kinds) > 1 or len(fix_kinds) > 1:
-        return verdict("FLAKY", both, fix)
-    before, after = kinds.pop(), fix_kinds.pop()
-    if before == "hang":
-        return verdict(
-            "INCONCLUSIVE", f"unfixed hangs, which is not its signature: {unfixed[0].reason}"
-        )
-    if before == "other_failure":
-        return verdict(
-            "SIGNATURE_MISMATCH",
-            f"unfixed fails, but not with its signature: {unfixed[0].reason}",
-            unfixed,
-        )
-    if after == "hang":
-        return verdict(
-            "INCONCLUSIVE", f"unfixed {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}"
-        )
-    if before == "passed":
-        if after != "passed":
-            return verdict("FIX_BREAKS", f"unfixed passes, the fix fails: {fix[0].reason}", fix)
-        if older.stack:
-            return verdict("FIXED_UPSTREAM", f"{both}; it reproduced in {older.stack}")
-        note_older = f"; not compared with {older.not_comparable}" if older.not_comparable else ""
-        return verdict("NOT_REPRODUCED", both + note_older)
-    if after == "passed":
-        return verdict("FIXED", both)
-    if after == "reproduced":
-        shares = (
-            f"fails {len(unfixed)}/{len(unfixed)} without the fix, {len(fix)}/{len(fix)} with it"
-        )
-        return verdict("NOT_FIXED", f"{shares}: {fix[0].reason}", fix)
-    reason = (
-        f"unfixed {count_outcomes(unfixed)}; the fix shows a different failure: {fix[0].reason}"
+        reason = f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}"
+        return _not_measured(base, reason, all_fix)
+    name, reason, failing = _decide(unfixed, fix, older)
+    return replace(
+        base,
+        name=name,
+        reason=reason + note,
+        named_case=_named(case, failing),
+        failure_ids=all_failure_ids(case, failing) if name in FAILING else (),
     )
-    return verdict("DIFFERENT_FAILURE", reason, fix)
+
+
+def _decide(
+    unfixed: Sequence[Outcome], fix: Sequence[Outcome], older: OlderReproduction
+) -> tuple[VerdictName, str, Sequence[Outcome]]:
+    """Return the verdict by the table above, its reason, and the outcomes of what failed."""
+    before, after = ({each.outcome for each in outcomes} for outcomes in (unfixed, fix))
+    alone, why_unfixed, why_fix = count_outcomes(unfixed), unfixed[0].reason, fix[0].reason
+    both = f"unfixed {alone}; fix {count_outcomes(fix)}"
+    if len(before) > 1 or len(after) > 1:
+        return "FLAKY", both, fix
+    match before.pop(), after.pop():
+        case "hang", _:
+            return "INCONCLUSIVE", f"unfixed hangs, which is not its signature: {why_unfixed}", ()
+        case "other_failure", _:
+            reason = f"unfixed fails, but not with its signature: {why_unfixed}"
+            return "SIGNATURE_MISMATCH", reason, unfixed
+        case _, "hang":
+            return "INCONCLUSIVE", f"unfixed {alone}; the fix hangs: {why_fix}", ()
+        case "passed", "passed" if older.stack:
+            return "FIXED_UPSTREAM", f"{both}; it reproduced in {older.stack}", ()
+        case "passed", "passed":
+            note = f"; not compared with {older.not_comparable}" if older.not_comparable else ""
+            return "NOT_REPRODUCED", both + note, ()
+        case "passed", _:
+            return "FIX_BREAKS", f"unfixed passes, the fix fails: {why_fix}", fix
+        case _, "passed":
+            return "FIXED", both, ()
+        case _, "reproduced":
+            count, fixes = len(unfixed), len(fix)
+            shares = f"fails {count}/{count} without the fix, {fixes}/{fixes} with it"
+            return "NOT_FIXED", f"{shares}: {why_fix}", fix
+    return (
+        "DIFFERENT_FAILURE",
+        f"unfixed {alone}; the fix shows a different failure: {why_fix}",
+        fix,
+    )
 
 
 def _control(outcomes: Sequence[Outcome]) -> Verdict:
