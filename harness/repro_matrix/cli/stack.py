@@ -1,4 +1,4 @@
-"""`repro stack list|show|lock|build|prune`: the software stacks that cells can run on."""
+"""List, show, lock, build or remove the software stacks that cells can run on."""
 
 from __future__ import annotations
 
