@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterable
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -119,13 +118,14 @@ def _describe_item(item: ErrorDetails, model: type[BaseModel]) -> str:
     location, given = [str(part) for part in item["loc"]], item["input"]
     key = ".".join(location) or "(the whole file)"
     if item["type"] == "extra_forbidden":
-        choices = _fields_at(model, item["loc"][:-1])
-        return f"unknown key {key!r}{nearest(location[-1], choices)}"
+        fields = _fields_at(model, item["loc"][:-1])
+        return f"unknown key {key!r}{nearest(location[-1], fields)}"
     if item["type"] == "missing":
         return f"key {key!r} is missing{_choices_at(model, item['loc'])}"
     if item["type"] == "literal_error":
-        expected = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        return f"{key}: {given!r} is not valid{nearest(str(given), expected)}"
+        parts = str(item["ctx"]["expected"]).replace(" or ", ",").split(",")
+        choices = [part.strip(" '") for part in parts]
+        return f"{key}: {given!r} is not valid{nearest(str(given), choices)}"
     shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
     return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
 
