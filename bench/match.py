@@ -56,9 +56,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--bytes", type=int, default=100_000_000)
     parser.add_argument("--out", type=Path, default=HERE / "match.json")
     arguments = parser.parse_args(words)
-    cases = catalog.load().cases
+    catalogue = catalog.load()
     began = time.process_time()
-    known = SignatureIndex(cases)
+    known = SignatureIndex(catalogue.cases, catalogue.strategies)
     prepare_s = time.process_time() - began
     rows: list[dict[str, Any]] = []
     print("| log | lines | CPU s | recognized | peak MB |\n|---|---|---|---|---|")

@@ -124,7 +124,7 @@ def _shows(case: Case, name: str, ran: Ran) -> bool:
         return ran.code is None and bool(ran.functions) and all(frames)
     if signature.kind == "signal":
         return f"Signal {getattr(signal, str(signature.signal)):d}" in ran.output
-    known = SignatureIndex(CATALOGUE.cases)
+    known = SignatureIndex(CATALOGUE.cases, CATALOGUE.strategies)
     found = recognize(scan(ran.output.split("\n"), known), known)
     return case.slug in [
         *found.names,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.environment.stacks import resolve
+from repro_matrix.environment.stacks.extensions import compile_op
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
@@ -207,7 +208,7 @@ def two_ranks(
     compile it."""
     stack = resolve("current")
     if "deepspeed" in imports:
-        processes.compile_op(stack)
+        compile_op(stack)
     attempt = Attempt(
         id=f"{folder.name[:40]}-{uuid.uuid4().hex[:8]}",
         run_id="test-run",

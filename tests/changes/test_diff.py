@@ -290,6 +290,20 @@ def test_diff_command_gives_documented_exit_codes(
     )
 
 
+def test_diff_command_joins_folders_and_takes_the_newest_result_of_a_cell(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write(results / "whole", {"unfixed": FIRED})
+    write(whole, {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
+    one = write(results / "one", {"unfixed": FIRED})
+    other = write(results / "other", {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
+    assert diff(whole, one) == 3, "a shard without the others"
+    assert "CELL_REMOVED: 1" in capsys.readouterr().out
+    assert diff(whole, f"{one},{other}") == diff(f"{one},{other}", whole) == 0
+    again = write(results / "again", {"unfixed": PASSED}, 2.0)
+    assert diff(whole, f"{one},{other},{again}") == diff(whole, f"{again},{one},{other}") == 1
+
+
 def test_diff_command_unknown_names_are_usage_errors(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

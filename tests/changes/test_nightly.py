@@ -27,7 +27,6 @@ from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
 from repro_matrix.results import runs
-from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.summary import load_rows
 from results_by_hand import (
     BOOM,
@@ -497,14 +496,7 @@ def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) ->
     assert codes(results)[-2:] == [("thu", 0), ("fri", 3)]
 
 
-def test_nightly_another_machine_or_half_of_the_shards_is_neither_alarm_nor_green(
-    results: Path, night: Night
-) -> None:
-    def shard(name: str, number: int) -> None:
-        runs.write_manifest(
-            results / name, ShardManifest(number, 2, ("repeat=1",), {}, (), "c", False, {})
-        )
-
+def test_nightly_another_machine_is_neither_alarm_nor_green(results: Path, night: Night) -> None:
     at = {"case": CASE, "cell_id": KEY}
     assert night("mon", {"unfixed": KNOWN}, 1.0, **at)[0] == 0
     machine = {
@@ -520,25 +512,31 @@ def test_nightly_another_machine_or_half_of_the_shards_is_neither_alarm_nor_gree
     code, text = night("tue", {"unfixed": PASSED}, 2.0, hardware=machine, **at)
     assert (code, "nothing was compared" in text, f"{KEY} on cpu" in text) == (3, True, True), text
     assert not (results / "history" / "issues").exists()
-    shard("wed", 2)
-    code, text = night("wed", {"unfixed": KNOWN}, 3.0, **at)
-    assert code == 3 and "shard 1/2 has no results" in text
-    shard("wed-1", 1)
-    write(results / "wed-1", {"unfixed": FIRED}, 3.0, cell_id="some-case/other")
-    words = [
-        "--history",
-        str(results / "history"),
-        "--run-id",
-        "whole",
-    ]  # the half is stored as wed
-    assert cli.main(["nightly", str(results / "wed"), str(results / "wed-1"), *words]) == 0
-    shard("thu", 1)
-    runs.note(results / "thu", ["+matrix=full", "shard=1/2"], runs.ENDED, [])
-    code, text = night("thu", {"unfixed": FIRED}, 4.0, cell_id="some-case/other")
-    assert code == 3 and f"{KEY} on cpu" in text, "in the other shard"
-    shard("fri", 1)
-    code, text = night("fri", {"unfixed": PASSED}, 5.0, cell_id="some-case/other")
-    assert code == 1 and "shard 2/2 has no results" in text and "1 case changed" in text
+
+
+def test_nightly_takes_all_shards_and_misses_the_one_that_is_not_given(
+    results: Path, night: Night, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shards(name: str, started: float) -> list[str]:
+        one = write(results / f"{name}-1", {"unfixed": KNOWN}, started, case=CASE, cell_id=KEY)
+        other = write(results / f"{name}-2", {"unfixed": FIRED}, started)
+        for number, folder in enumerate((one, other), 1):
+            runs.note(folder, ["+matrix=full", f"shard={number}/2"], runs.ENDED, [])
+        return [str(one), str(other)]
+
+    def nightly_of(name: str, folders: list[str]) -> tuple[int, str]:
+        words = ["--history", str(results / "history"), "--run-id", name]
+        return cli.main(["nightly", *folders, *words]), " ".join(capsys.readouterr().out.split())
+
+    assert nightly_of("mon", shards("mon", 1.0))[0] == 0
+    (stored,) = history.load_history(results / "history")
+    assert {row.case for row in stored.rows} == {CASE, "some-case"}, "the union"
+    assert nightly_of("tue", shards("tue", 2.0))[0] == 0, "compared with the union"
+    code, text = nightly_of("wed", shards("wed", 3.0)[1:])
+    assert code == 3 and "Missing: 1 variant" in text and f"{KEY} on cpu" in text
+    one, other = shards("thu", 4.0)
+    write(results / "thu-2", {"unfixed": KNOWN}, 4.0, case=CASE, cell_id=KEY)
+    assert nightly_of("thu", [one, other])[0] == 2, "a cell in both"
 
 
 def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Night) -> None:

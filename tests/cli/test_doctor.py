@@ -270,7 +270,9 @@ def test_prepare_probes_all_selected_gpus_and_no_cpu(
     seen: set[int] = set()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
-    monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
+    monkeypatch.setattr(
+        "repro_matrix.environment.stacks.extensions.op_compiled", lambda stack: True
+    )
     monkeypatch.setattr(
         CHECK, lambda stack, profile, *_: (seen.add(len(profile.gpus)), ({}, None))[1]
     )

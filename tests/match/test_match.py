@@ -42,7 +42,7 @@ from repro_matrix.results.store import Store
 Match = Callable[..., tuple[int, str, str]]
 
 CASES = catalogue.load().cases
-CATALOGUE = SignatureIndex(CASES)
+CATALOGUE = SignatureIndex(CASES, catalogue.load().strategies)
 
 UNIFORM = """\
 Traceback (most recent call last):

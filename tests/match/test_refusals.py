@@ -19,7 +19,7 @@ from repro_matrix.match.known_failures import LogAnswer, LogFailure, recognize
 from repro_matrix.match.scan import scan
 
 CASES = catalog.load().cases
-CATALOGUE = SignatureIndex(CASES)
+CATALOGUE = SignatureIndex(CASES, catalog.load().strategies)
 LOGS: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parents[1] / "data" / "logs" / "refusals.yaml").read_text(encoding="utf-8")
 )

@@ -198,3 +198,14 @@ def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:
     write_site(tmp_path / "new", {"index.html": "repro-matrix"})
     write_site(tmp_path / "new", {"index.html": "repro-matrix, again"})
     assert "again" in (tmp_path / "new" / "index.html").read_text()
+
+
+def test_report_shows_the_cells_of_all_folders(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(folder.parent / "other", "other")
+    store(folder.parent / "other")
+    assert main(["report", str(folder), str(folder.parent / "other"), "--format", "json"]) == 0
+    variants = json.loads(capsys.readouterr().out)["rows"]
+    cells = {(each["results"], Path(each["document"]).stem) for each in variants}
+    assert cells == {("mine", "cell"), ("other", "cell"), ("other", "other")}, "one is in both"

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from repro_matrix.config.launchers import SHIPPED
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
@@ -93,7 +94,7 @@ def measure_case(slug: str, overrides: Iterable[str]) -> dict[str, list[Document
         workspace.interruptible(stop, log, "nothing is stored"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
-        for launcher in ("forkserver", "torchrun"):
+        for launcher in SHIPPED:
             log(f"{slug}: every variant, {launcher}")
             usual = {"repeat": TIMES, "launcher": launcher, "results": f"{folder}/{launcher}"}
             values = {key: usual[key] for key in usual.keys() - given}

@@ -77,14 +77,15 @@ class Diff:
     def select(self, kinds: Iterable[str]) -> list[Change]:
         return [change for change in self.changes if change.kind in kinds]
 
-    def without_unrequested(self, requested: Requested) -> Diff:
-        """Return the comparison without what the second side lacks because its run was not asked
-        for it."""
+    def without_unrequested(self, requested: Sequence[Requested]) -> Diff:
+        """Return the comparison without results that none of the second side's runs requested."""
+        if not requested:
+            return self
         there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
         changes, excused = [], Counter[str]()
         for change in self.changes:
             row = change.before if change.kind in LESS else None
-            excuse = requested.excuse(replace(row, **there)) if row else ""
+            excuse = min(each.excuse(replace(row, **there)) for each in requested) if row else ""
             excused[excuse] += 1
             changes += [] if excuse else [change]
         del excused[""]

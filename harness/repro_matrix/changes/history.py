@@ -127,15 +127,14 @@ def store_run(folder: Path, run: NightlyRun) -> None:
 
 
 def check_one_commit(rows: Iterable[VariantResult]) -> None:
-    """Raise ResultsError where the rows were measured at several commits: shards that do not belong
-    together."""
+    """Raise ResultsError if the rows were measured at several commits."""
     cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
     if len(cells) > 1:
         commits = ", ".join(
             f"{commit} ({counted(count, 'cell')})" for commit, count in sorted(cells.items())
         )
         raise ResultsError(
-            f"results of several commits: {commits}. `repro merge` names the shard that differs."
+            f"results of several commits: {commits}. Measure all of them at one commit."
         )
 
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase
@@ -35,7 +34,6 @@ from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsErro
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results import runs, store
-from repro_matrix.results.runs import ShardManifest
 from repro_matrix.runner.session import make_request
 from repro_matrix.text import counted, list_some
 
@@ -149,10 +147,7 @@ def finish_night(
         differs += [f"{counted(len(unexpected), 'result')} not as expected"] if unexpected else []
         differs += [entry.describe_expired() for entry in expired]
         unfinished = [str(folder) for folder in folders if not _is_finished(folder)]
-        incomplete = [
-            f"{each}: the run did not end, or a shard of it is missing" for each in unfinished
-        ]
-        incomplete += _missing_shards(folders)
+        incomplete = [f"{each}: the run did not end" for each in unfinished]
         again = (
             run
             for run in earlier
@@ -260,27 +255,10 @@ def _is_finished(folder: Path) -> bool:
     return run is None or (run.state == runs.ENDED and (limited or not run.left))
 
 
-def _missing_shards(folders: Iterable[Path]) -> list[str]:
-    """Return a message for each run of which some shards are there and others are not."""
-    found: dict[tuple[str, ...], dict[str, ShardManifest]] = {}
-    for folder in folders:
-        with suppress(ResultsError):
-            manifest = runs.read_manifest(folder)
-            found.setdefault(manifest.selection, {})[str(folder)] = manifest
-    lists = [
-        (runs.missing_shards(shards), next(iter(shards.values())).of) for shards in found.values()
-    ]
-    return [
-        f"shard {', '.join(f'{n}/{of}' for n in missing)} has no results here"
-        for missing, of in lists
-        if missing
-    ]
-
-
 def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     """Return what a run was asked for, by the overrides in its folder and today's catalog.
 
-    Merged results have no overrides: then every variant of the catalog counts as requested.
+    Of results without overrides, every variant of the catalog counts as requested.
     """
     run = runs.read_run(folder)
     try:

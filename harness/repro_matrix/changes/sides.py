@@ -185,14 +185,14 @@ class Side:
 
 
 def load_side(name: str) -> Side:
-    """Load a folder of results, else a stack of the baseline, by its name or its folder's.
+    """Load folders of results (``DIR,...``), else a stack of the baseline.
 
     Raises ResultsError: it is neither, or contains no result; MeasureError: none of its results can
     be read.
     """
-    path = runs.last_run(Path(name).expanduser())
-    if path.exists():
-        side = load_folder(path, name)
+    folders = runs.named_folders(name)
+    if any(folder.exists() for folder in folders):
+        side = join_sides(name, map(load_folder, folders))
         if not side.rows:
             error = MeasureError if side.unreadable else ResultsError
             raise error(
@@ -213,6 +213,17 @@ def load_side(name: str) -> Side:
             f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}"
         )
     return side
+
+
+def join_sides(name: str, sides: Iterable[Side]) -> Side:
+    """Join what several folders contain."""
+    joined = Side(name)
+    for side in sides:
+        joined.rows += side.rows
+        joined.notes += side.notes
+        joined.unreadable += side.unreadable
+        joined.lacking += side.lacking
+    return joined
 
 
 def load_folder(root: Path, name: str = "") -> Side:

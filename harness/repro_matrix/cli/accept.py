@@ -9,7 +9,6 @@ would be written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
@@ -38,8 +37,8 @@ SHOWN = 20  # reasons
 @click.option(
     "--from",
     "source",
-    metavar="DIR",
-    help="results folder (default: the last run in results/scratch)",
+    metavar="DIR,...",
+    help="folders of results (default: the last run in results/scratch)",
 )
 @click.option(
     "--allow",
@@ -62,12 +61,13 @@ def main(args: options.Arguments) -> int:
         )
     known, own = catalog.load(), project.current()
     named = args.source or compose_run(selection.run).results
-    source = runs.last_run(Path(named).expanduser() if named else runs.scratch())
-    if named and not source.is_dir():
-        raise ResultsError(f"{named}: no such folder of results. `repro matrix` writes one.")
+    sources = runs.named_folders(named or str(runs.scratch()))
+    for folder in sources if named else ():
+        if not folder.is_dir():
+            raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
     names = set(overrides.expand("case", selection.case, known.cases))
     shipped = set() if own.is_shipped else names - known.own.get("case", {}).keys()
-    found = propose(source, known, names - shipped, args.reason or "", args.allow)
+    found = propose(sources, known, names - shipped, args.reason or "", args.allow)
     notes = [f"left out: {text}" for text in known.left_out]
     if shipped:
         notes.append(
@@ -78,7 +78,9 @@ def main(args: options.Arguments) -> int:
     if args.dry_run or not found.refused:
         _print(found)
     if found.refused:
-        raise ResultsError("\n  ".join([f"{source}: cannot be published:", *_group(found.refused)]))
+        raise ResultsError(
+            "\n  ".join([f"{named or sources[0]}: cannot be published:", *_group(found.refused)])
+        )
     if not args.dry_run:
         publish(found, known)
         print(f"written to {own.baseline} and {own.expected}. Review and commit them.")

@@ -1,7 +1,8 @@
 """`repro diff A B`: compare two runs, stacks or machines.
 
-A, B: a folder of results, or a stack of the baseline (torch2.2-tf4.39, current). Where
-each side has one stack or one hardware and they differ, the comparison goes across them.
+A, B: folders of results (DIR or DIR,DIR,...; of a cell in several, the newest result counts), or a
+stack of the baseline (torch2.2-tf4.39, current). If each side has one stack or one hardware and
+these differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no
 result differs, but B lacks results of A that its run was asked for, or a file cannot be read; 2
@@ -11,8 +12,6 @@ exit code.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import click
 
@@ -56,9 +55,12 @@ def _diff(args: options.Arguments, one: Side, other: Side) -> int:
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
     everything = diffs.compare_rows(one.rows, other.rows)
-    folder = runs.last_run(Path(args.other).expanduser())
-    asked = load_requested(folder, other.rows) if runs.read_run(folder) else None
-    result = everything.without_unrequested(asked) if asked else everything
+    requested = [
+        load_requested(folder, other.rows)
+        for folder in runs.named_folders(args.other)
+        if runs.read_run(folder)
+    ]
+    result = everything.without_unrequested(requested)
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)

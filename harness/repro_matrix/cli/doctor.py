@@ -14,7 +14,7 @@ from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import GpuState, describe_gpu, other_user, states
 from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import Stack, resolve
-from repro_matrix.launch.processes import op_compiled
+from repro_matrix.environment.stacks.extensions import op_compiled
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.report import terminal

@@ -49,7 +49,6 @@ GROUPS = {
         "export": "write one variant as a folder that runs alone, to attach to an issue",
         "accept": "publish measured results as the baseline and as expectations",
         "regrade": "grade stored evidence anew; report every verdict that differs",
-        "merge": "merge the results of a run's shards into one folder",
         "stack": "list, show, lock, build or prune software stacks",
     },
 }

@@ -43,7 +43,7 @@ from repro_matrix.report.terminal import print_json, print_notes
 def main(args: options.Arguments) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
-    known = SignatureIndex(cases.cases)
+    known = SignatureIndex(cases.cases, cases.strategies)
     stacks = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
     given = _versions(stacks, args.versions)
     found = []

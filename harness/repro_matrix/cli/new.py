@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -15,7 +14,6 @@ import click
 from repro_matrix.authoring import draft
 from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
-from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import recognize
@@ -58,7 +56,7 @@ def main(args: options.Arguments) -> int:
     made = draft.draft(known.raw["case"][args.like] if args.like else None)
     script = known.script(known.cases[args.like]) if args.like else draft.SCRIPT
     if args.from_log:
-        made["signatures"] = [_signature_of_log(args.from_log, known.cases)]
+        made["signatures"] = [_signature_of_log(args.from_log, known)]
     if args.silent:
         made["signatures"] = [{"name": "wrong", "kind": "check", "check": args.silent}]
     for path in draft.write_draft(args.slug, made, script.read_text(encoding="utf-8")):
@@ -69,8 +67,8 @@ def main(args: options.Arguments) -> int:
     return 0
 
 
-def _signature_of_log(path: str, cases: Mapping[str, Case]) -> dict[str, Any]:
-    known = SignatureIndex(cases)
+def _signature_of_log(path: str, catalogue: catalog.Catalogue) -> dict[str, Any]:
+    known = SignatureIndex(catalogue.cases, catalogue.strategies)
     answer = recognize(scan(read_lines(path), known), known)
     if answer.names:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)

@@ -20,6 +20,7 @@ from repro_matrix.config.schema import VARIANT
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack, version_differences
 from repro_matrix.errors import MeasureError
+from repro_matrix.launch.torchrun import COMMAND
 from repro_matrix.records.document import Document, Made
 from repro_matrix.results import runs
 from repro_matrix.runner.adhoc_case import Script
@@ -179,8 +180,8 @@ class GoodSide:
         """Return a run with noise: started with torchrun where a forked one does not end as the run
         without noise."""
         run = traced(runner, script, stack, window, seed)
-        forked = run.made["observation"]["attempt"]["launcher"] == "forkserver"
-        if forked and (run.problem, len(run.trace.steps)) != (
+        cold = run.made["observation"]["attempt"]["launcher"] == COMMAND
+        if not cold and (run.problem, len(run.trace.steps)) != (
             self.run.problem,
             len(self.run.trace.steps),
         ):

@@ -151,6 +151,14 @@ class Invariants(Strict):
     collectives: list[CollectiveKind] = []  # called in every training step
 
 
+class StrategyMemory(Strict):
+    """What a rank has in memory at its peak, in proportion to its weights."""
+
+    weights: float = Field(ge=1)  # copies: weights, gradients, buckets, a second model
+    optimizer_bytes: float = Field(default=0, ge=0)  # per trained parameter, spread over the ranks
+    gathers: bool = False  # makes the sharded parameters of the layers at work whole
+
+
 class Strategy(Needy):
     slug: str
     title: str
@@ -164,6 +172,8 @@ class Strategy(Needy):
     replicas: dict[
         str, dict[str, int]
     ] = {}  # option -> value -> how often the ranks together hold the model then
+    memory: StrategyMemory | None = None  # at full size; None: unknown, nothing is planned
+    source_files: list[Regex] = []  # of its library: in a traceback they show this strategy
 
     @model_validator(mode="after")
     def _values(self) -> Strategy:

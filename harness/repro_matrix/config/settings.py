@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from repro_matrix.config.catalog import read_yaml
+from repro_matrix.config.launchers import AUTO, SHIPPED, launchers
 from repro_matrix.config.project import conf_folders
 from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
 from repro_matrix.paths import CONF
@@ -32,7 +33,7 @@ class RunSettings(BaseModel):
     seed: Annotated[int, Field(strict=True)] = 0
     deadline: Seconds | None = None
     variants: list[str] | None = None
-    launcher: Literal["auto", "torchrun", "forkserver"] = "auto"
+    launcher: str = AUTO
     order: Literal["longest", "declared"] = "longest"
     results: str | None = Field(default=None, min_length=1)
     min_cells: Annotated[int, Field(strict=True, ge=0)] = 1
@@ -40,6 +41,16 @@ class RunSettings(BaseModel):
     time_limit: str | None = None
     matrix: dict[str, Any] = {}
     env: dict[str, str] = {}
+
+    @field_validator("launcher")
+    @classmethod
+    def _launcher(cls, name: str) -> str:
+        if name in (AUTO, *SHIPPED):  # reading the entry points takes time
+            return name
+        known = [AUTO, *launchers()]
+        if name not in known:
+            raise ValueError(f"no such launcher{nearest(name, known)}")
+        return name
 
 
 OVERRIDE_GROUPS = (

@@ -1,5 +1,4 @@
-"""Find every process of an attempt and end all of them; remove shared memory and locks that they
-leave behind.
+"""Find and end every process of an attempt, and remove the shared memory that they leave.
 
 There are three ways to find them, because each has a hole: the token in their environment (missing
 in forked ranks, which have a server's, and where a script cleans its environment), the tree below
@@ -8,47 +7,22 @@ known processes (lost when a parent dies), and processes found in the tree befor
 Shared memory (deepspeed's all-reduce buffers, NCCL, multiprocessing) is removed only if it
 certainly is the attempt's: new since it started, this user's, named after one of its processes or
 its port or used by one of them, and unused now.
-
-torch guards a compiled extension with a lock file (torch.utils.file_baton). A rank holds it while
-it loads the op, even an op that was compiled long ago. When the rank is killed just then the file
-stays, and every later rank waits for it until its own deadline. A holder has the file open for as
-long as it holds it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
-import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from filelock import FileLock
-
-from repro_matrix.config.settings import building
-from repro_matrix.environment.stacks.spec import Stack
 
 TERM_S = 2.0  # how long a process may take to end by itself after TERM
 SHM = Path("/dev/shm")
 KILL_S = 10.0  # how long a killed process may take to vanish (it may be stuck in a driver)
-COMPILE_S = 600
-_UNCOMPILED = "deepspeed, whose CPU op cannot be compiled"
-# a holder closes its lock just before it removes it: only one that is closed twice is stale
-LOCK_S = 1.0
-# If the controller is killed, the compilers end too: they are in the process group of this one.
-_COMPILE = """
-import ctypes, os, signal
-signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-from deepspeed.comm.torch import build_shm_op
-build_shm_op()
-"""
 
 
 def alive(process: psutil.Process) -> bool:
@@ -154,91 +128,3 @@ def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> lis
         with suppress(OSError):
             (SHM / name).unlink()
     return sorted(removable)
-
-
-def remove_stale_locks(folder: Path) -> None:
-    """Remove the lock files below ``folder`` that no process has open, now and LOCK_S later."""
-    closed = _closed_locks(folder)
-    if closed:
-        time.sleep(LOCK_S)
-        for path in closed & _closed_locks(folder):
-            path.unlink(missing_ok=True)
-
-
-def _closed_locks(folder: Path) -> set[Path]:
-    files = set(folder.glob("**/lock"))
-    in_use = set()
-    for pid in filter(str.isdigit, os.listdir("/proc") if files else ()):
-        with suppress(OSError):  # ended meanwhile, or another user's
-            in_use |= {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
-    return {path for path in files if str(path.resolve()) not in in_use}
-
-
-def op_compiled(stack: Stack) -> bool:
-    """Return whether ``compile_op`` has nothing to compile."""
-    return "deepspeed" not in stack.versions or _done(stack).exists()
-
-
-def _done(stack: Stack) -> Path:
-    return Path(stack.extensions_dir) / "deepspeed-cpu.done"
-
-
-def no_compiler(stack: Stack) -> str | None:
-    """Return that the op cannot be compiled for lack of a C++ compiler, as far as that is known
-    without trying."""
-    env = building()
-    compiler = env.get("CXX") or "c++"
-    if op_compiled(stack) or shutil.which(
-        shlex.split(compiler)[0], path=stack.environment(env)["PATH"]
-    ):
-        return None
-    return f"{_UNCOMPILED}: there is no C++ compiler ({compiler})"
-
-
-def compile_op(stack: Stack) -> str | None:
-    """Compile the op that the stack's DeepSpeed needs on a CPU, once. Return None, or the problem.
-
-    Otherwise all ranks would compile it at first use, inside an attempt's deadline.
-    """
-    folder = Path(stack.extensions_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".building"):
-        if op_compiled(stack):
-            return None
-        remove_stale_locks(folder)  # of a compile that was killed
-        env = {"MAX_JOBS": "2", **building()}
-        env |= {
-            **stack.environment(env),
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        }
-        try:
-            process = subprocess.Popen(
-                [stack.python, "-c", _COMPILE],
-                env=env,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            output, _ = process.communicate(timeout=COMPILE_S)
-        except OSError as error:
-            return f"{_UNCOMPILED}: {error}"
-        except BaseException as error:  # Ctrl-C, too
-            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return (
-                f"deepspeed, whose CPU op was not compiled within {COMPILE_S} s. The next run tries"
-                " again."
-            )
-        if process.returncode:
-            lines = [line for line in output.splitlines() if line.strip()] or ["?"]
-            error_lines = [line for line in lines if "rror" in line] or lines
-            return f"{_UNCOMPILED} (it needs a C++ compiler): {error_lines[-1]}"
-        _done(stack).touch()
-    return None

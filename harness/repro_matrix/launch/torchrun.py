@@ -43,6 +43,7 @@ from repro_matrix.text import ESCAPE, counted
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
 HOOKS = WORKER.with_name("hooks")
+COMMAND = "command"  # the launcher in the observation of a user's own command
 KEPT_LINES = 200  # of those that the definition of the failure looks for
 LINE, SEARCHED = 1000, 1 << 20  # characters of a line that are kept, and searched
 
@@ -94,7 +95,7 @@ def run_command(attempt: Attempt, command: AdhocCase, stop: threading.Event) -> 
     }
     worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
     observation = run_worker(
-        attempt, "command", argv, worker, user_environment(attempt, command), stop, spec
+        attempt, COMMAND, argv, worker, user_environment(attempt, command), stop, spec
     )
     return add_files(observation, attempt, command) if attempt.logs.exists() else observation
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from repro_matrix.environment.stacks.extensions import remove_stale_locks
 from repro_matrix.grading.hangs import attempt_progress, find_deadlock
 from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, cut, environment, read_launch
@@ -244,9 +245,8 @@ class Watch:
         self.memory |= processes.shared_memory_of(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
-        processes.remove_stale_locks(
-            self._extensions
-        )  # a rank of this attempt may wait for the lock of a dead one
+        # A rank of this attempt may wait for the lock of a dead one.
+        remove_stale_locks(self._extensions)
 
     def _note_quiet(self, used: float) -> None:
         """Note since when the attempt has been quiet. Checking its processes costs none of their

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from repro_matrix.config.failure_rules import FailureRule, rules, words_of
-from repro_matrix.config.schema import Case, Signature
+from repro_matrix.config.schema import Case, Signature, Strategy
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.grading.tracebacks import HEADER
 from repro_matrix.match.collectives import WORDS as WAIT_WORDS
@@ -113,8 +113,9 @@ class SignatureIndex:
     """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom
     a backend."""
 
-    def __init__(self, cases: Mapping[str, Case]) -> None:
+    def __init__(self, cases: Mapping[str, Case], strategies: Mapping[str, Strategy]) -> None:
         self.cases = list(cases.values())
+        self.strategies = list(strategies.values())
         self.simulated = {case.slug for case in self.cases if case.simulated}
         every = [(case, signature) for case in self.cases for signature in case.signatures]
         self.remarks = [item for item in every if item[1].kind == "log"]

@@ -12,11 +12,12 @@ collectives.py. Numbers that are wrong without an error are in no log.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
-from repro_matrix.config.schema import AmbiguousWith, Signature
+from repro_matrix.config.schema import AmbiguousWith, Signature, Strategy
 from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
@@ -263,7 +264,7 @@ def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
 def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailure:
     known: list[KnownFailure] = []
     perhaps: list[KnownFailure] = []
-    strategies = strategies_of(error)
+    strategies = strategies_of(error, catalogue.strategies)
     for case, signature in catalogue.failures:
         # The same text under another strategy has another cause (grading/grade.py).
         if strategies and not strategies & set(case.axes.strategy):
@@ -312,7 +313,7 @@ def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFail
     """Return the case whose failure a rule names in another wording, or for other places."""
     name = failure.rule.case if failure.rule and not failure.known else ""
     case = next((each for each in catalogue.cases if each.slug == name), None)
-    strategies = strategies_of(failure.error)
+    strategies = strategies_of(failure.error, catalogue.strategies)
     found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
     found = found and name not in {
         each.case for each in failure.perhaps
@@ -398,22 +399,13 @@ def _in_other_model(signature: Signature, error: Error) -> bool:
     )
 
 
-_STRATEGIES = {
-    r"torch/distributed/(_composable/fsdp|fsdp/_fully_shard)/": {"fsdp2"},
-    r"torch/distributed/fsdp/(?!_fully_shard)": {"fsdp"},
-    r"torch/nn/parallel/distributed\.py": {"ddp"},
-    r"(^|/)deepspeed/(runtime|zero)/": {"zero2", "zero3"},
-}
-
-
-def strategies_of(error: Error) -> set[str]:
-    """Return the strategies whose code is in a traceback; empty where none is."""
+def strategies_of(error: Error, strategies: Iterable[Strategy]) -> set[str]:
+    """Return the strategies whose code is in a traceback (``source_files`` of conf/strategy)."""
     files = [place["file"] for place in error.places]
     return {
-        name
-        for code, names in _STRATEGIES.items()
-        if any(re.search(code, file) for file in files)
-        for name in names
+        strategy.slug
+        for strategy in strategies
+        if any(re.search(code, file) for code in strategy.source_files for file in files)
     }
 
 

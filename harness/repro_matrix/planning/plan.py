@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from repro_matrix.environment.stacks import Stack
     from repro_matrix.planning.memory import MemoryPlan
 
+NOT_OF_RANKS = ("memory", "source_files")  # keys of a strategy that change no measurement
 TORCH = "torch"  # what a skip for lack of it needs
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported: the least that it needs
 
@@ -128,7 +129,11 @@ class Planner:
             raw,
             variant,
             model=self.catalogue.raw["model"][model],
-            strategy=self.catalogue.raw["strategy"][strategy],
+            strategy={
+                key: value
+                for key, value in self.catalogue.raw["strategy"][strategy].items()
+                if key not in NOT_OF_RANKS
+            },
             flags=dict(cell.flags),
             scale=run.scale,
             weights=run.weights,

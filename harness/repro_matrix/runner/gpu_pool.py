@@ -1,15 +1,14 @@
-"""The GPUs of this machine: one lock per GPU across all runs, their health, and what dead runs left
-behind.
+"""Lock the GPUs that attempts run on, watch their health, and clean up after dead runs.
 
-A file lock is held for as long as its process lives, however that ends. A process that gets the
-lock of a run therefore knows that this run's controller has ended. The locks of GPUs lie where
-every user's runs find them, whatever their caches, and what other runs (in another container) have
-on a GPU is known from NVML. Ranks on the CPU need no lock.
+The system releases a file lock when its process ends, however it ends. A process that gets the lock
+of a run therefore knows that this run's controller has ended. There is one lock per GPU and user;
+NVML shows the processes of other users and containers. Ranks on the CPU need no lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import socket
@@ -24,7 +23,6 @@ import psutil
 from filelock import FileLock, Timeout
 
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, Nvml, stranger
-from repro_matrix.errors import ReproError
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import read_launch, remove
 from repro_matrix.text import counted
@@ -32,9 +30,8 @@ from repro_matrix.text import counted
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
 LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less
 CHECK_S = 1.0  # between two checks of the free GPUs
-# A file for each GPU that was ever locked, by its UUID. The same for all users and jobs, whatever
-# their TMPDIR.
-LOCKS = Path("/tmp/repro-matrix-gpus")
+# A file for each GPU that this user's runs have locked, whatever their TMPDIR and their cache.
+LOCKS = Path(f"/tmp/repro-matrix-gpus-{os.getuid()}")
 
 
 def _node(state: Path) -> Path:
@@ -43,9 +40,9 @@ def _node(state: Path) -> Path:
     return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
-def _acquire(path: Path, mode: int = 0o644) -> FileLock | None:
+def _acquire(path: Path) -> FileLock | None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, mode=mode, thread_local=False)
+    lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -54,21 +51,7 @@ def _acquire(path: Path, mode: int = 0o644) -> FileLock | None:
 
 
 def _acquire_gpu(uuid: str) -> FileLock | None:
-    """Raises ReproError: another user's folder or file that this user cannot open, or a file in the
-    folder's place."""
-    try:
-        LOCKS.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # another user's, who has done it
-            LOCKS.chmod(0o777)
-        return _acquire(LOCKS / (re.sub(r"[^\w.-]", "_", uuid) + ".lock"), 0o666)
-    except OSError as error:
-        remedy = (
-            f"Its owner can run `chmod -R a+rwX {LOCKS}` or remove it while nothing runs on the"
-            " GPUs."
-        )
-        raise ReproError(
-            f"{error.filename or LOCKS}: the GPUs cannot be locked: {error.strerror}. {remedy}"
-        ) from None
+    return _acquire(LOCKS / f"{uuid}.lock")
 
 
 @contextlib.contextmanager

@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import Nvml
 from repro_matrix.environment.machine import Machine, Profile
@@ -30,16 +28,16 @@ from repro_matrix.environment.stacks import (
     check_stack,
     defined_stacks,
     described,
+    extensions,
     is_existing,
     resolve,
     spec,
 )
-from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, stack_environment
-from repro_matrix.paths import REPROS, cache_dir, read_json, write_text
+from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
-from repro_matrix.planning.memory import ModelSizes, add_memory
+from repro_matrix.planning.memory import add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, no_torch, skip_with_first
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
@@ -165,7 +163,9 @@ def plan_cells(
     plans = Planner(catalogue, settings, profiles, machine, stacks, code).plan(list(cells))
     if build and settings.weights == "hub":
         plans = with_weights(plans, session.stacks)
-    session.plans, session.unplanned = with_memory(plans, catalogue, usable, machine, settings)
+    planned = [add_memory(plan, catalogue, machine, settings.deadline) for plan in plans]
+    session.plans = [plan for plan, _ in planned]
+    session.unplanned = sorted({note for _, notes in planned for note in notes})
 
 
 def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None:
@@ -236,13 +236,13 @@ def _compiles(session: Session, cell: matrix.Cell) -> bool:
 def _with_op(stack: Stack, build: bool) -> Stack:
     """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without
     DeepSpeed."""
-    problem = processes.no_compiler(stack)
-    if build and problem is None and not processes.op_compiled(stack):
+    problem = extensions.no_compiler(stack)
+    if build and problem is None and not extensions.op_compiled(stack):
         log(
             f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once; its cells"
             " follow"
         )
-        problem = processes.compile_op(stack)
+        problem = extensions.compile_op(stack)
     if problem is None:
         return stack
     versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}
@@ -305,93 +305,3 @@ def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list
     return [
         replace(plan, variants=skip_with_first([*map(checked, plan.variants)])) for plan in plans
     ]
-
-
-# What models need in memory: facts that a process of the stack finds on meta tensors, stored in the
-# user's cache
-
-_WORKER = Path(__file__).resolve().parents[1] / "launch" / "worker" / "model_facts.py"
-_FACTS_S = 600
-
-
-def question(settings: Mapping[str, Any]) -> tuple[str, Json]:
-    """Return the question about the model of a variant, from its settings, and the key of the
-    answer."""
-    flags, model = settings["flags"], settings["model"]
-    asked = {
-        "dtype": flags.get("dtype") or flags.get("base") or "float32",
-        "lora": bool(flags.get("lora")),
-        "checkpointing": bool(flags.get("checkpointing")),
-    }
-    same = {name: model.get(name) for name in ("model_type", "remote_code", "config")}
-    return spec.short_hash(json.dumps({**asked, "model": same}, sort_keys=True)), {
-        **asked,
-        "model": model,
-    }
-
-
-def model_facts(stack: Stack, questions: Mapping[str, Json]) -> tuple[dict[str, Json], str]:
-    """Return what a stack has answered (a file per stack and version of the code that asks), and
-    what went wrong or "".
-
-    One process of it is asked what is not known yet. That takes some seconds of CPU: importing
-    torch and transformers, and building each model on meta tensors.
-    """
-    kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
-    sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
-    sources += sorted((REPROS / "remote_code").rglob("*.py"))
-    code = spec.short_hash(*(path.read_text(encoding="utf-8") for path in sources))
-    path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
-    known: dict[str, Json] = read_json(path) or {}
-    missing = {key: query for key, query in questions.items() if key not in known}
-    if not missing:
-        return known, ""
-    env = {**os.environ, **stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {
-        "HF_MODULES_CACHE": str(path.with_name(f"modules-{stack.key}")),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    answer, problem = _ask(
-        [stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, json.dumps(missing)
-    )
-    if problem:
-        return known, f"stack {stack.name} does not tell what its models need: {problem}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(known | answer))
-    return known | answer, ""
-
-
-def with_memory(
-    plans: list[CellPlan],
-    catalogue: Catalogue,
-    stacks: Mapping[str, Stack],
-    machine: Machine,
-    settings: RunSettings,
-) -> tuple[list[CellPlan], list[str]]:
-    """Return the plans with the memory they need at full size, and what could not be found out."""
-    cases = catalogue.cases
-    questions: dict[str, dict[str, Json]] = {}
-    for variant in (
-        variant for plan in plans for variant in plan.variants if settings.scale == "full"
-    ):
-        # Fake tensors have no data: a simulated case holds nothing of its model.
-        if (
-            variant.stack in stacks
-            and not variant.skipped
-            and not cases[variant.cell.case].simulated
-        ):
-            questions.setdefault(variant.stack, {}).update([question(variant.settings)])
-    facts = {name: model_facts(stacks[name], asked) for name, asked in questions.items()}
-
-    def look_up(variant: VariantPlan) -> ModelSizes | None:
-        """Return None where nothing is known, or the stack cannot build the model."""
-        if variant.stack not in facts or cases[variant.cell.case].simulated:
-            return None
-        stored = facts[variant.stack][0].get(question(variant.settings)[0])
-        return None if stored is None or "error" in stored else ModelSizes(**stored)
-
-    planned = [
-        add_memory(plan, cases[plan.cell.case], machine, look_up, settings.deadline)
-        for plan in plans
-    ]
-    return planned, [problem for _, problem in facts.values() if problem]

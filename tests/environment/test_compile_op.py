@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from launching import gone, wait_for
+from repro_matrix.environment.stacks import extensions
+from repro_matrix.environment.stacks.extensions import compile_op, no_compiler, op_compiled
 from repro_matrix.environment.stacks.spec import Stack
-from repro_matrix.launch import processes
-from repro_matrix.launch.processes import compile_op, no_compiler, op_compiled
 
 # What torch does (torch.utils.file_baton): the process that creates the file compiles; the others
 # wait for its removal.
@@ -75,7 +75,7 @@ def test_compile_that_takes_too_long_is_ended(
         return communicate(process, timeout=timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", until_it_compiles)
-    monkeypatch.setattr(processes, "COMPILE_S", 0)
+    monkeypatch.setattr(extensions, "COMPILE_S", 0)
     assert "not compiled within 0 s" in str(compile_op(stack))
     wait_for(lambda: gone(int(compiler.read_text())))
 

@@ -1,0 +1,123 @@
+"""Compile the op that DeepSpeed needs on a CPU, once per stack.
+
+torch guards a compiled extension with a lock file (torch.utils.file_baton). A rank has it while it
+loads the op, even one that was compiled long ago. If the rank is killed just then, the file stays,
+and every later rank waits for it until its own deadline: ``remove_stale_locks``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+from repro_matrix.config.settings import building
+from repro_matrix.environment.stacks.spec import Stack
+
+COMPILE_S = 600
+_UNCOMPILED = "deepspeed, whose CPU op cannot be compiled"
+# a holder closes its lock just before it removes it: only one that is closed twice is stale
+LOCK_S = 1.0
+# If the controller is killed, the compilers end too: they are in the process group of this one.
+_COMPILE = """
+import ctypes, os, signal
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+from deepspeed.comm.torch import build_shm_op
+build_shm_op()
+"""
+
+
+def remove_stale_locks(folder: Path) -> None:
+    """Remove the lock files below ``folder`` that no process has open, now and LOCK_S later."""
+    closed = _closed_locks(folder)
+    if closed:
+        time.sleep(LOCK_S)
+        for path in closed & _closed_locks(folder):
+            path.unlink(missing_ok=True)
+
+
+def _closed_locks(folder: Path) -> set[Path]:
+    files = set(folder.glob("**/lock"))
+    in_use = set()
+    for pid in filter(str.isdigit, os.listdir("/proc") if files else ()):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            in_use |= {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
+    return {path for path in files if str(path.resolve()) not in in_use}
+
+
+def op_compiled(stack: Stack) -> bool:
+    """Return whether ``compile_op`` has nothing to compile."""
+    return "deepspeed" not in stack.versions or _done(stack).exists()
+
+
+def _done(stack: Stack) -> Path:
+    return Path(stack.extensions_dir) / "deepspeed-cpu.done"
+
+
+def no_compiler(stack: Stack) -> str | None:
+    """Return that the op cannot be compiled for lack of a C++ compiler, as far as that is known
+    without trying."""
+    env = building()
+    compiler = env.get("CXX") or "c++"
+    if op_compiled(stack) or shutil.which(
+        shlex.split(compiler)[0], path=stack.environment(env)["PATH"]
+    ):
+        return None
+    return f"{_UNCOMPILED}: there is no C++ compiler ({compiler})"
+
+
+def compile_op(stack: Stack) -> str | None:
+    """Compile the op that the stack's DeepSpeed needs on a CPU, once. Return None, or the problem.
+
+    Otherwise all ranks would compile it at first use, inside an attempt's deadline.
+    """
+    folder = Path(stack.extensions_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".building"):
+        if op_compiled(stack):
+            return None
+        remove_stale_locks(folder)  # of a compile that was killed
+        env = {"MAX_JOBS": "2", **building()}
+        env |= {
+            **stack.environment(env),
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        try:
+            process = subprocess.Popen(
+                [stack.python, "-c", _COMPILE],
+                env=env,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            output, _ = process.communicate(timeout=COMPILE_S)
+        except OSError as error:
+            return f"{_UNCOMPILED}: {error}"
+        except BaseException as error:  # Ctrl-C, too
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return (
+                f"deepspeed, whose CPU op was not compiled within {COMPILE_S} s. The next run tries"
+                " again."
+            )
+        if process.returncode:
+            lines = [line for line in output.splitlines() if line.strip()] or ["?"]
+            error_lines = [line for line in lines if "rror" in line] or lines
+            return f"{_UNCOMPILED} (it needs a C++ compiler): {error_lines[-1]}"
+        _done(stack).touch()
+    return None
