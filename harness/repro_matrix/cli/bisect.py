@@ -1,15 +1,16 @@
-"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the
-result.
+"""Find the release, package or commit that changed a result.
 
 Overrides are those of `repro run` (model=, strategy=, flags.<name>=, repeat=, results= ...), and
 stack=: the stack whose package is replaced (default: the one on which the case is known to fail).
 
-good: the failure does not occur (the variant passes; or, if the good end fails with another error,
-that error). bad: the failure occurs. Any other result in between is unknown and is skipped. If good
+Good: the failure does not occur (the variant passes; or, if the good end fails with another error,
+that error). Bad: the failure occurs. Any other result in between is unknown and is skipped. If good
 is the newer end, the search is for the release with the fix. With repeat=N, a flaky failure is
-repeated according to its rate. Two stacks: first the packages that cause the difference, then the
-release of each. Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot
-be measured, or no package is the culprit.
+repeated according to its rate. Between two stacks, the search first finds the packages that cause
+the difference, then the release of each.
+
+Exit codes: 0 found (also if only a range is left), 2 wrong ends, 3 an end cannot be measured, or no
+package is the cause.
 """
 
 from __future__ import annotations

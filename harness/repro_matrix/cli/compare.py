@@ -1,14 +1,12 @@
-"""`repro compare SCRIPT --good X --bad Y`: find the first number of a training that differs by more
-than rounding.
+"""Find the first number of a training that differs by more than rounding.
 
-The good side runs three times: as it is, and twice with noise of one unit of rounding,
-which measures how far each tensor may differ. Give what differs between the sides:
-  repro compare ./train.py --good torch2.6-tf4.51 --bad current       stacks, lock files,
-  python:PATH
+The good side runs three times: once as it is, and twice with noise of one unit of rounding, which
+measures how far each tensor may differ. State what differs between the sides:
+  repro compare ./train.py --good torch2.6-tf4.51 --bad current    stacks, lock files, python:PATH
   repro compare ./train.py --package transformers --good 5.8.0 --bad 5.9.0
-  repro compare ./train.py --good-nproc 1 --bad-nproc 2               ranks
-  repro compare ./train.py --bad-args '--strategy zero2'              arguments
-  repro compare ./one_process.py ./fsdp.py                            two scripts
+  repro compare ./train.py --good-nproc 1 --bad-nproc 2            ranks
+  repro compare ./train.py --bad-args '--strategy zero2'           arguments
+  repro compare ./one_process.py ./fsdp.py                         two scripts
 Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less was compared.
 """
 
@@ -78,54 +76,40 @@ def _side_options(side: str) -> Any:
 @click.option("--package", help="the package of two releases (default: transformers)")
 @click.option("--html", metavar="FILE", help="also write a page: steps across, modules down")
 def main(args: options.Arguments) -> int:
-    from repro_matrix.compare import consistency
-    from repro_matrix.compare import page as comparison
-    from repro_matrix.compare import two_sides as compare  # numpy
+    from repro_matrix.compare import consistency, two_sides  # numpy
+    from repro_matrix.compare.page import render_comparison
     from repro_matrix.report.render import write_report
     from repro_matrix.runner.adhoc_case import in_shell
 
-    (one, base, _), (other, _, _) = (
-        scripts.script_of(_side(args, side)) for side in ("good", "bad")
-    )
+    sides = {side: _side(args, side) for side in ("good", "bad")}
+    (one, base, _), (other, _, _) = (scripts.script_of(each) for each in sides.values())
     specs, notes = _stacks(args, base, one.results)
     built = [in_shell(replace(stacks.resolve(text, say=log), name=text)) for text in specs]
-    good, bad = (one, built[0]), (other, built[1])
-    if (
-        good[0].request().cells[0].key == bad[0].request().cells[0].key
-        and good[1].key == bad[1].key
-    ):
+    if one.request().cells[0].key == other.request().cells[0].key and built[0].key == built[1].key:
         raise ConfigError(
             "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS"
             " or a second script."
         )
-    stop, window = threading.Event(), compare.Window(args.steps, args.from_step)
-    varied = [
-        (side, scripts.configurations(_side(args, side))[0], stack)
-        for side, stack in (("good", built[0]), ("bad", built[1]))
-        if scripts.varies(args)
-    ]
-    runner = compare.TraceRunner(log, stop)
+    stop, window, checked = threading.Event(), two_sides.Window(args.steps, args.from_step), {}
+    varied = {}
+    if scripts.varies(args):
+        varied = {side: scripts.configurations(each)[0] for side, each in sides.items()}
+    runner = two_sides.TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
-        found = compare.compare_trainings(runner, good, bad, window)
-        checked = {
-            side: consistency.check_consistency(runner, each, stack, window)[0]
-            for side, each, stack in varied
-        }
+        found = two_sides.compare_trainings(runner, (one, built[0]), (other, built[1]), window)
+        for (side, chosen), stack in zip(varied.items(), built):
+            checked[side] = consistency.check_consistency(runner, chosen, stack, window)[0]
     command = shlex.join(args.line)
     data = {**found.to_json(), "notes": notes, "command": command}
     data["consistency"] = {
         side: consistency.consistency_to_json(each, []) for side, each in checked.items()
     }
     notes += [f"the {side} side {each.judgement()}" for side, each in checked.items()]
-    lines = [
-        one_line(text)
-        for text in (*compare.describe_comparison(found), *(f"  note: {text}" for text in notes))
-    ]
+    lines = [*two_sides.describe_comparison(found), *(f"  note: {text}" for text in notes)]
+    lines = [one_line(text) for text in lines]
     if args.html:
-        write_report(
-            Path(args.html).expanduser(),
-            comparison.render_comparison(data, found.good.grid(found.bad.trace), lines, command),
-        )
+        page = render_comparison(data, found.good.grid(found.bad.trace), lines, command)
+        write_report(Path(args.html).expanduser(), page)
     if args.json:
         print_json(data)
     else:
@@ -146,15 +130,14 @@ def _side(args: options.Arguments, side: str) -> options.Arguments:
     return own
 
 
-def _stacks(args: options.Arguments, base: str, results: Path) -> tuple[list[str], list[str]]:
-    """Return the specifications of both stacks, and notes on how lock files became stacks. Raises
-    ConfigError."""
+def _stacks(args: options.Arguments, base: str, results: Path) -> tuple[tuple[str, str], list[str]]:
+    """Return both stacks, and notes on how lock files became stacks. Raise ConfigError."""
     from repro_matrix.environment.lockfiles import endpoints
 
     package = args.package or "transformers"
-    good, bad = (
-        options.stack_of(side, getattr(args, side) or base, base, package)
-        for side in ("good", "bad")
+    good, bad, notes = endpoints(
+        options.stack_of("good", args.good or base, base, package),
+        options.stack_of("bad", args.bad or base, base, package),
+        results,
     )
-    good, bad, notes = endpoints(good, bad, results)
-    return [good, bad], notes
+    return (good, bad), notes

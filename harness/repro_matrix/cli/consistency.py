@@ -1,13 +1,11 @@
-"""`repro consistency SCRIPT --ranks 1,2 --vary '--acc {1,4}'`: compare a script with itself; no
-side is trusted.
+"""Find contradictions within a training script; no side of the comparison is trusted.
 
-Say which arguments must not change what your script computes. Each choice is launched once, on one
-stack, and must train as the first one does, up to rounding:
-  --ranks 1,2                              one process and two ranks
-  --ranks '1,2 --batch {8,4}'              the values of several lists belong together: here 8
-  samples in each step
-  --vary '--batch {8,2} --acc {1,4}'       one micro-batch and four
-  --vary --checkpoint                      without an argument and with it
+State which arguments must not change what your script computes. Each choice is launched once, on
+one stack, and must train as the first one does, up to rounding:
+  --ranks 1,2                              one process, then two ranks
+  --ranks '1,2 --batch {8,4}'              values of several lists belong together: 8 samples a step
+  --vary '--batch {8,2} --acc {1,4}'       one micro-batch, then four
+  --vary --checkpoint                      without an argument, then with it
   --ranks '1,2,2 --strategy {none,ddp,fsdp}'
 With several options, each is varied by itself, and then all of them together. Exit codes: 0 all
 agree, 1 the script contradicts itself, 2 usage, 3 not everything could be checked.
@@ -55,12 +53,6 @@ def main(args: options.Arguments) -> int:
     if args.json:
         print_json({**consistency.consistency_to_json(found, runs), "command": command})
     else:
-        print(
-            "\n".join(
-                map(
-                    one_line,
-                    [*consistency.describe_consistency(found, runs), f"  again: {command}"],
-                )
-            )
-        )
+        lines = [*consistency.describe_consistency(found, runs), f"  again: {command}"]
+        print("\n".join(map(one_line, lines)))
     return found.exit_code

@@ -1,5 +1,4 @@
-"""`repro export CASE --variant NAME`: write a folder that runs without repro-matrix, for an
-upstream issue."""
+"""Write one variant as a folder that runs without repro-matrix, for an upstream issue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`repro list`: the cases and cells of a selection."""
+"""List the cases and cells of a selection."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from repro_matrix.text import counted
 def main(args: options.Arguments) -> int:
     request = make_request(args.overrides)
     request.check()
-    cells = (
-        request.cells
-    )  # an error that names a file that is left out is not preceded by the note about it
+    cells = request.cells  # before the notes: an error mentions such a file itself
     print_notes([f"left out: {text}" for text in request.catalogue.left_out])
     rows: list[dict[str, Any]] = []
     for cell in cells:

@@ -1,8 +1,7 @@
-"""The `repro` command: choose the command's module, and turn errors into exit codes.
+"""Run the `repro` command: choose the command's module, and turn errors into exit codes.
 
-A command's module has ``configure(parser)``, which adds its arguments, and ``main(args)``; its
-docstring without the first paragraph is the end of its help. It is imported only when that command
-runs.
+A command's module has ``main``, a click command. Its docstring is the command's help. The module is
+imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from repro_matrix.errors import ConfigError, ExitCode, ReproError, nearest
 GROUPS = {
     "run": {
         "run": "run one case live, with all its variants",
-        "matrix": (
-            "run every cell of a selection; report what reproduces, with and without each fix"
-        ),
+        "matrix": "run every cell of a selection; show what reproduces, with each fix and without",
         "doctor": "report what this machine can run, and the reason for each skip",
     },
     "explore": {
@@ -62,7 +59,7 @@ Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect,
 """
 
 
-# Errors of the disk or its permissions, which a user can mend, whatever was being written.
+# Errors of the disk or its permissions, which a user can correct.
 DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -75,13 +72,12 @@ DISK = (
 
 
 def overview() -> str:
-    """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's
-    module."""
-    lines = [
-        f"{group if index == 0 else '':<10}{command + ' ':<10}{text}"
-        for group, commands in GROUPS.items()
-        for index, (command, text) in enumerate(commands.items())
-    ]
+    """Return the text of `repro --help`, at most 24 lines, without importing a command."""
+    lines = []
+    for title, commands in GROUPS.items():
+        for command, text in commands.items():
+            lines.append(f"{title:<10}{command + ' ':<10}{text}")
+            title = ""
     return HELP.format(commands="\n".join(lines))
 
 
@@ -111,11 +107,9 @@ def _run(arguments: Sequence[str]) -> int:
         print(_version())
         return 0
     if command not in COMMANDS:
-        what = (
-            f"unknown command {command!r}{nearest(command, COMMANDS)}"
-            if command
-            else "a command is missing"
-        )
+        what = "a command is missing"
+        if command:
+            what = f"unknown command {command!r}{nearest(command, COMMANDS)}"
         raise ConfigError(f"{what} (`repro --help` lists the commands)")
     try:
         with parse(command, arguments[1:]) as context:
@@ -133,15 +127,17 @@ def _version() -> str:
     from repro_matrix.results.store import code_state, harness_version
 
     commit, changed = code_state()
-    state = f", commit {commit[:12]}{' and changes' if changed else ''}" if commit else ""
+    state = f", commit {commit[:12]}" if commit else ""
+    if commit and changed:
+        state += " and changes"
     place = ROOT if ROOT in PACKAGE.parents else PACKAGE
     return f"repro-matrix {harness_version()}{state}, in {place}; Python {sys.version.split()[0]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1, 2, 3, 70 or 130; see `repro --help`."""
+    """Run a command and return its exit code; `repro --help` lists them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # the caller closed it, and Python puts nothing in its place
+    if sys.stdout is None:  # the caller closed it
         print(
             "repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr
         )
@@ -157,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"repro: {error}", file=sys.stderr)
         # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
         return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
-    except (
-        BrokenPipeError
-    ):  # `repro list | head`: as the signal would end it, since 0 would be an answer
+    except BrokenPipeError:  # `repro list | head`: 0 would be an answer
         _discard_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -167,26 +161,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK:
             return _defect()
-        place, advice = "the standard output", ""
-        if error.filename is None:
+        place, advice = (
+            error.filename,
+            "Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option for it.",
+        )
+        if place is None:
+            place, advice = "the standard output", ""
             _discard_output()
-        else:
-            place, advice = (
-                error.filename,
-                (
-                    ". Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option that"
-                    " names it."
-                ),
-            )
         verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
-        print(f"repro: {place}: cannot be {verb}: {error.strerror}{advice}", file=sys.stderr)
+        text = f"repro: {place}: cannot be {verb}: {error.strerror}. {advice}"
+        print(text.rstrip(), file=sys.stderr)
         return ReproError.exit_code
     except Exception:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
         return _defect()
 
 
 def _discard_output() -> None:
-    """Send what is still to be written nowhere."""
+    """Discard what is still to be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

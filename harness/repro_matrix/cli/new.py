@@ -1,5 +1,7 @@
-"""`repro new SLUG`: write the first files of a case. You add the trigger. Nothing is
-overwritten."""
+"""Write the first files of a case: YAML with a proposed signature, and a script.
+
+You add the trigger to the script. No file is overwritten.
+"""
 
 from __future__ import annotations
 

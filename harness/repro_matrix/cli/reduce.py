@@ -1,11 +1,11 @@
-"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the
-failure needs.
+"""Find the smallest trigger of a failure: the settings, model size and ranks that it needs.
 
 Overrides are those of `repro run` (model=, strategy=, flags.<name>=, model.config.<key>=, ranks=,
-repeat=, results= ...), and stack=: where it fails (default: the stack on which the case is known to
-fail; of a script: current). Every probe is a launched attempt, graded by the case's signature or by
-the failure that you describe; the probes are stored, and the same command continues from them. Exit
-code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left.
+repeat=, results= ...), and stack=: a stack on which it fails (default: the stack on which the case
+is known to fail; for a script: current). Every probe is a launched attempt. It is graded by the
+case's signature, or by the failure that you describe. The probes are stored, and the same command
+continues from them. Exit codes: 0 minimal, 2 it does not fail to begin with, 3 no outcome, or no
+attempts are left.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from repro_matrix.text import log
 @click.option("--max-probes", type=click.IntRange(1), metavar="N", help="launch at most N attempts")
 def main(args: options.Arguments) -> int:
     stop = threading.Event()
-    search: CaseReduction | ScriptReduction = (
-        _script(args, stop) if scripts.names_script(args) else _case(args, stop)
-    )
+    search: CaseReduction | ScriptReduction
+    search = _script(args, stop) if scripts.names_script(args) else _case(args, stop)
     with workspace.interruptible(stop, log), search:
         data = search.run()
     text = report.render_search("reduce", {**data, "command_line": shlex.join(data["command"])})

@@ -1,6 +1,6 @@
-"""`repro regrade [FOLDER | --baseline]`: grade stored evidence anew and report every difference.
+"""Grade stored evidence again; report every verdict that differs.
 
-exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot
+Exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot
 be read.
 """
 

@@ -1,7 +1,7 @@
-"""`repro report [RESULTS...]`: show results as a page, a static site, or a file for other programs.
+"""Write results as a page, a static site, JUnit, Markdown or JSON.
 
-Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage error;
-3 less was measured than requested, or evidence cannot be read.
+Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage; 3
+less was measured than requested, or evidence cannot be read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it
-is.
+"""Run one case live, with all its variants, or a script of your own as it is.
 
-repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
-A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown.
+  repro run CASE
+  repro run ./train.py
+  repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...    any command line
+Exit codes of a script: 0 passed, 1 it fails, 3 the outcome is unknown.
 """
 
 from __future__ import annotations
@@ -36,12 +37,8 @@ def main(args: options.Arguments) -> int:
         return run_script(args)
     options.refuse_script_options(args)
     cases = options.named_case(args.case).split(",")
-    expand(
-        "case",
-        cases,
-        catalog.load().cases,
-        "the first argument of `repro run` is a case or a script",
-    )
+    where = "the first argument of `repro run` is a case or a script"
+    expand("case", cases, catalog.load().cases, where)
     texts = [f"case={args.case}", *args.overrides]
     return matrix.run_selection(args, texts, every_variant=True, live=True)
 

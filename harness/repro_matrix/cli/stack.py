@@ -1,4 +1,4 @@
-"""`repro stack list|show|lock|build|prune`: the software stacks that cells can run on."""
+"""List, show, lock, build or remove the software stacks that cells can run on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from repro_matrix.errors import ReproError
 from repro_matrix.report.terminal import print_json, print_notes, print_table
 from repro_matrix.text import log
 
-main = click.Group(
-    "stack",
-    help=options.as_written(__doc__),
-    context_settings=options.CONTEXT,
-    no_args_is_help=False,
+main = options.config_dir(
+    click.Group(
+        "stack",
+        help=options.as_written(__doc__),
+        context_settings=options.CONTEXT,
+        no_args_is_help=False,
+    )
 )
 _some_stacks = click.argument("names", nargs=-1, metavar="[STACK]...")
 _stacks = click.argument("names", nargs=-1, metavar="STACK...", required=True)

@@ -1,11 +1,11 @@
-"""`repro versions CASE`: measure in which releases of a package each variant shows the failure.
+"""Measure in which releases of a package each variant of a case reproduces.
 
 Overrides are those of `repro run` (variants=, model=, strategy=, flags.<name>=, repeat=, results=
 ...), and stack=: the stack whose package is replaced (default: the one on which the case is known
 to fail).
 
-History is not assumed to be monotone. A boundary always lies between two probed releases. Probes
-are stored: the same command continues an interrupted search and repeats no probe.
+History is not assumed to be monotone. A boundary is always between two probed releases. Probes are
+stored: the same command continues an interrupted search and repeats no probe.
 """
 
 from __future__ import annotations
