@@ -21,7 +21,7 @@ from repro_matrix.changes import history, nightly
 from repro_matrix.changes.history import NightlyRun
 from repro_matrix.changes.missing import Requested, describe_missing, find_missing
 from repro_matrix.changes.regressions import compare_to_last_passing
-from repro_matrix.changes.sides import VariantResult
+from repro_matrix.changes.sides import VariantResult, load_folder
 from repro_matrix.cli import bisect, options
 from repro_matrix.cli import main as cli
 from repro_matrix.config import project
@@ -218,12 +218,6 @@ def test_check_one_commit_several_commits_is_an_error() -> None:
         history.check_one_commit([replace(A[0], commit=commit) for commit in ("aaaa", "bbbb")])
 
 
-def test_check_each_once_two_folders_with_a_result_of_one_variant_is_an_error() -> None:
-    history.check_each_once([A[:1], A[1:]])
-    with pytest.raises(ResultsError, match=A[0].variant):
-        history.check_each_once([A, [replace(A[0], started=A[0].started + 1)]])
-
-
 def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     text = replace(BOOM, text="@everyone <script> `x` <!-- change=00 -->")
     others = {"kept": replace(HOLDS, role="fix"), "probe": replace(HOLDS, role="probe")}
@@ -280,8 +274,7 @@ def test_changed_case_says_what_else_changed() -> None:
     assert "No package" not in body
 
 
-VARIANTS = {"c": {"unfixed", "fix"}}
-ALL = Requested(VARIANTS, {"c/m": {"now"}, "c/n": {"now"}})
+ALL = Requested({"c": {"unfixed", "fix"}}, {"c/m", "c/n"}, {"now"})
 BOTH = make_run("passing", [*A, *B], 0)
 
 
@@ -318,16 +311,13 @@ def test_find_missing_lists_cells_and_variants(
 @pytest.mark.parametrize(
     ("requested", "excuse"),
     [
-        (replace(ALL, cells={"c/m": {"now"}}), "not requested"),
-        (replace(ALL, cells={**dict(ALL.cells or {}), "c/n": {"later"}}), "not requested"),
+        (replace(ALL, cells={"c/m"}), "not requested"),
+        (replace(ALL, stacks={"later"}), "not requested"),
         (replace(ALL, hardware=("gpu*",)), "not requested"),
         (replace(ALL, variants={}), "not requested"),
+        (replace(ALL, variants={"c": {"fix"}}), "not requested"),
         (replace(ALL, unstarted=("cpu now c/n",)), "no time left"),
-        (replace(ALL, unstarted=None), "no time left"),
-        (replace(ALL, cells={"c/m": {"now"}, "c/n": {"later"}}, stacks={"now"}), ""),
-        (Requested(VARIANTS), ""),
-        (Requested({}), "not requested"),
-        (replace(ALL, catalog={"c": {"fix"}}), "no longer in the catalog"),
+        (ALL, ""),
     ],
 )
 def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse: str) -> None:
@@ -337,18 +327,14 @@ def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse:
 def test_find_missing_looks_further_back_than_the_last_run() -> None:
     between = make_run("between", A, 0)
     assert missing(A, ALL, BOTH, between) == [("c/n", "unfixed", "")]
-    for requested in (
-        replace(ALL, cells={"c/m": {"now"}}),
-        Requested(VARIANTS),
-    ):  # unknown: only the last run counts
-        assert (
-            missing(A, requested, BOTH, between)
-            == missing(A, ALL, replace(BOTH, exit_code=1))
-            == []
-        )
-    assert [each.excuse for each in find_missing(A, [BOTH], [replace(ALL, cells={}), ALL])] == [
-        ""
-    ], "one is enough"
+    restricted = replace(ALL, cells={"c/m"})
+    assert missing(A, restricted, BOTH, between) == [], "a note for the last passing run only"
+    assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
+    none = replace(ALL, cells=())
+    found = find_missing(A, [BOTH], [none, ALL])
+    assert [each.excuse for each in found] == [""], "one that requested it is enough"
+    (unknown,) = find_missing(A, [BOTH], [])
+    assert not unknown.excuse, "without a stored request, everything counts as requested"
 
 
 def test_find_missing_a_skip_counts_unless_the_passing_run_had_it() -> None:
@@ -389,17 +375,13 @@ def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
         runs.ENDED,
         ["a b c"],
     )
-    requested = nightly.load_requested(tmp_path, [])
-    assert requested.cells == {KEY: {"current"}} and requested.hardware == ("cpu",)
-    assert requested.variants == {CASE: {"unfixed", "non-reentrant"}} and requested.unstarted == (
-        "a b c",
-    )
-    gone = replace(A[0], case=CASE, key=KEY, hardware="cpu", stack="current", variant="removed")
-    assert requested.excuse(gone) == "no longer in the catalog"
+    (requested,) = nightly.load_requested(load_folder(tmp_path))
+    assert requested.cells == {KEY} and requested.stacks == {"current"}
+    assert requested.hardware == ["cpu"] and requested.unstarted == ("a b c",)
+    assert requested.variants == {CASE: {"unfixed", "non-reentrant"}}
     for text in ("case=no-such-case", "case=[["):
         runs.note(tmp_path, [text], runs.ENDED)
-        unknown = nightly.load_requested(tmp_path, [])
-        assert unknown.cells is None and CASE in unknown.variants
+        assert nightly.load_requested(load_folder(tmp_path)) == []
 
 
 @given(one=SIDES, other=SIDES)
@@ -536,8 +518,10 @@ def test_nightly_takes_all_shards_and_misses_the_one_that_is_not_given(
     code, text = nightly_of("wed", shards("wed", 3.0)[1:])
     assert code == 3 and "Missing: 1 variant" in text and f"{KEY} on cpu" in text
     one, other = shards("thu", 4.0)
-    write(results / "thu-2", {"unfixed": KNOWN}, 4.0, case=CASE, cell_id=KEY)
-    assert nightly_of("thu", [one, other])[0] == 2, "a cell in both"
+    write(results / "thu-1", {"unfixed": PASSED}, 5.0)
+    for folders in ([one, other], [other, one]):
+        code, text = nightly_of("thu", folders)
+        assert code == 1 and "some-case: no_longer_reproduces" in text, "the newest result counts"
 
 
 def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Night) -> None:
@@ -614,11 +598,12 @@ def test_nightly_names_expectations_that_are_not_committed(
     assert code == 0 and "Not reviewed: 1 file" in text and "quarantine.yaml" in text
 
 
-def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:
+def test_nightly_a_run_replaces_the_one_of_the_same_id(results: Path, night: Night) -> None:
+    assert night("sun", {"unfixed": FIRED}, 0.5)[0] == 0
     for name, variants, started, code in (("mon", FIRED, 1.0, 0), ("tue", PASSED, 2.0, 1)):
         for again in ({"unfixed": variants}, None):
             assert night(name, again, started, "--run-id", "nightly")[0] == code
-    assert codes(results) == [("nightly", 0), ("nightly.2", 1)]
+    assert codes(results) == [("sun", 0), ("nightly", 1)]
 
 
 def test_nightly_quarantined_difference_passes_until_it_expires(

@@ -81,11 +81,15 @@ class Diff:
         """Return the comparison without results that none of the second side's runs requested."""
         if not requested:
             return self
-        there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
+        there = {axis: pair[1] for axis, pair in self.across.items()}
         changes, excused = [], Counter[str]()
         for change in self.changes:
             row = change.before if change.kind in LESS else None
-            excuse = min(each.excuse(replace(row, **there)) for each in requested) if row else ""
+            excuse = ""
+            if row:
+                hardware = there.get("hardware", row.hardware)
+                place = row.key, hardware, there.get("stack", row.stack), row.variant
+                excuse = min(each.excuse(place) for each in requested)
             excused[excuse] += 1
             changes += [] if excuse else [change]
         del excused[""]

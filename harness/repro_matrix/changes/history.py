@@ -138,18 +138,6 @@ def check_one_commit(rows: Iterable[VariantResult]) -> None:
         )
 
 
-def check_each_once(sides: Iterable[Iterable[VariantResult]]) -> None:
-    """Raise ResultsError where two folders of one night have a result of the same variant: which of
-    them counts?"""
-    counts = Counter(place for rows in sides for place in by_place(rows))
-    for place, count in counts.items():
-        if count > 1:
-            raise ResultsError(
-                f"{' '.join(place)}: more than one of the folders has a result of it. Name one of"
-                " them."
-            )
-
-
 Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
 
 

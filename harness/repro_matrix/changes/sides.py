@@ -21,6 +21,7 @@ from repro_matrix.grading.checks import number
 from repro_matrix.grading.expected import as_expected
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.results.summary import load_rows
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
@@ -155,13 +156,19 @@ def patterns_of(texts: Iterable[str]) -> dict[str, list[str]]:
 class Side:
     """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could
     not be read;
-    ``lacking``: cells of which less was measured than requested."""
+    ``lacking``: cells of which less was measured than requested. ``runs``: the manifests."""
 
     name: str
     rows: list[VariantResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def packages(self) -> dict[str, Mapping[str, str]]:
+        """All packages of each stack, if the runs stored them."""
+        return {stack: each for run in self.runs for stack, each in run.stacks.items()}
 
     def select(self, texts: Sequence[str]) -> Side:
         """Return the rows that ``NAME=GLOB,...`` choose. Raises ConfigError: no such axis, or no
@@ -223,6 +230,7 @@ def join_sides(name: str, sides: Iterable[Side]) -> Side:
         joined.notes += side.notes
         joined.unreadable += side.unreadable
         joined.lacking += side.lacking
+        joined.runs += side.runs
     return joined
 
 
@@ -232,6 +240,7 @@ def load_folder(root: Path, name: str = "") -> Side:
     if not root.is_dir():
         raise ResultsError(f"{root}: no such folder of results")
     rows = load_rows(root, notes=side.unreadable)
+    side.runs = [run for run in [runs.read_run(root)] if run]
     side.rows = [from_row(row, str(root)) for row in rows]
     side.lacking = list(dict.fromkeys(row.cell_id for row in lacking(rows)))
     cases = catalog.load().cases

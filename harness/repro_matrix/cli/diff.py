@@ -21,7 +21,6 @@ from repro_matrix.changes.nightly import load_requested
 from repro_matrix.changes.sides import Side, load_side
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
-from repro_matrix.results import runs
 from repro_matrix.text import counted, log
 
 
@@ -51,12 +50,7 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
     everything = diffs.compare_rows(one.rows, other.rows)
-    requested = [
-        load_requested(folder, other.rows)
-        for folder in runs.named_folders(args.other)
-        if runs.read_run(folder)
-    ]
-    result = everything.without_unrequested(requested)
+    result = everything.without_unrequested(load_requested(other))
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)

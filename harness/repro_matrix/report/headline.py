@@ -608,7 +608,7 @@ def headline(
         by_case[row.case].append(row)
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
-    lost = lost_results(map(from_row, rows), since.passing)
+    lost = list(lost_results(map(from_row, rows), since.passing))
     return Headline(
         rows,
         sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
