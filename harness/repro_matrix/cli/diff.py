@@ -22,7 +22,6 @@ from repro_matrix.changes.sides import Side, load_side
 from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
-from repro_matrix.results import runs
 from repro_matrix.text import counted, log
 
 
@@ -50,17 +49,12 @@ def main(args: options.Arguments) -> int:
 
 
 def _diff(args: options.Arguments, one: Side, other: Side) -> int:
-    if not any(row.measured for side in (one, other) for row in side.rows):
+    if not any(row.kinds for side in (one, other) for row in side.rows):
         raise ConfigError(
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
     everything = diffs.compare_rows(one.rows, other.rows)
-    requested = [
-        load_requested(folder, other.rows)
-        for folder in runs.named_folders(args.other)
-        if runs.read_run(folder)
-    ]
-    result = everything.without_unrequested(requested)
+    result = everything.without_unrequested(load_requested(other))
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)

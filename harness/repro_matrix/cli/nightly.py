@@ -28,7 +28,7 @@ import click
 
 from repro_matrix.baseline import quarantine
 from repro_matrix.changes import nightly
-from repro_matrix.changes.sides import load_folder
+from repro_matrix.changes.sides import join_sides, load_folder
 from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
@@ -103,18 +103,19 @@ def main(args: options.Arguments) -> int:
     quarantine.check_quarantine(entries, catalog.load())
     folders = [runs.last_run(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
-    sides = [load_folder(folder) for folder in folders]
-    print_notes([note for side in sides for note in side.notes])
-    name, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
-    report = nightly.finish_night(
-        name, sides, folders, history, entries, today, code, locks, handled
+    side = join_sides(", ".join(map(str, folders)), map(load_folder, folders))
+    print_notes(side.notes)
+    run_id = args.run_id or str(today)
+    night = nightly.Night(
+        run_id, side, today, entries, args.run_exit_code, dict(args.lock), handled
     )
+    report = nightly.finish_night(night, history)
     print_notes(report.notes)
-    bisections = nightly.Bisections(history, report.run_id, seconds)
-    target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
+    bisections = nightly.Bisections(history, run_id, seconds)
+    target = Path(args.issues).expanduser() if args.issues else history / "issues" / run_id
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
-        title, text = to_issue(changes, report.run_id, args.page, reports)
+        title, text = to_issue(changes, run_id, args.page, reports)
         load.write_report(target / f"{case}.md", text)
         print(f"{title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
