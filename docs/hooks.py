@@ -55,7 +55,7 @@ def commands() -> str:
 
     parts = ["# Commands", "Generated from `repro COMMAND --help`."]
     for command in cli.COMMANDS:
-        text = cli.command_parser(command)[1].format_help()
+        text = cli.help_of(command)
         parts.append(f"## repro {command}\n\n```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""`python -m repro_matrix`: the same as `repro`."""
+"""Run `repro` as `python -m repro_matrix`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: they name the file, the key and the nearest valid choice."""
+"""Describe errors that a user can correct, with the file, the key and the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
     from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
 
 
 V = TypeVar("V")
@@ -31,7 +32,7 @@ class ExitCode(IntEnum):
 
 
 class ReproError(Exception):
-    """Something that the user can mend: usage, configuration, results folder."""
+    """An error that the user can correct: usage, configuration, results folder."""
 
     exit_code: int = ExitCode.USAGE
 
@@ -51,15 +52,18 @@ class MeasureError(ReproError):
 
 
 def suggestion(word: str, choices: Iterable[str]) -> str:
-    """ "; did you mean 'x'?", or nothing if no choice is near."""
+    """Return ``; did you mean 'x'?``, or an empty string if no choice is near."""
     plain = {_stem(each): each for each in sorted(set(choices))}
     near = difflib.get_close_matches(_stem(word), plain, n=1, cutoff=NEAR)
     return f"; did you mean {plain[near[0]]!r}?" if near else ""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near
-    one where they are many: forty names behind it hide it."""
+    """Return ``; did you mean 'x'? (there are: ...)``.
+
+    Without a near choice, only list the choices. With many choices, only return the near one: a
+    list of forty names would hide it.
+    """
     known = sorted(set(choices))
     hint = suggestion(word, known)
     if hint and len(known) > FEW:
@@ -69,17 +73,16 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def _stem(word: str) -> str:
-    """Without what it has in common with any other of its kind: two dashes, or .py, make no name
-    near another."""
+    """Return a word without dashes and .py, which do not make two names similar."""
     text = word.lstrip("-")
-    return next(
-        (text[: -len(kind)] for kind in FILES if text.endswith(kind) and text != kind), text
-    )
+    for kind in FILES:
+        if text.endswith(kind) and text != kind:
+            return text.removesuffix(kind)
+    return text
 
 
 class Options(dict[str, V]):
-    """Options by name, and those whose file is wrong, each with what is wrong with it. ``unknown``
-    tells it of them."""
+    """Options by name. ``left_out``: the options with an invalid file, each with its error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,62 +90,48 @@ class Options(dict[str, V]):
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as it is written in YAML and on the command line: ``null``, ``false``,
-    ``text``."""
+    """Return a value as YAML and the command line write it: ``null``, ``false``, ``text``."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:
-    left_out = choices.left_out if isinstance(choices, Options) else {}
-    wrong = next(
-        (why for name, why in left_out.items() if name == word or fnmatchcase(name, word)), None
-    )
-    if wrong:
-        return ConfigError(
-            f"{where}: needs {what} {word!r}, which is left out: {wrong}" if where else str(wrong)
-        )
-    return ConfigError(
-        f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}"
-    )
+    """Return the error about a name that is not among the choices, or whose file is invalid."""
+    place = f"{where}: " if where else ""
+    for name, why in choices.left_out.items() if isinstance(choices, Options) else ():
+        if name == word or fnmatchcase(name, word):
+            needs = f"{place}needs {what} {word!r}, which is left out: " if where else ""
+            return ConfigError(f"{needs}{why}")
+    return ConfigError(f"{place}unknown {what} {word!r}{nearest(word, choices)}")
 
 
 def describe_validation(
     error: ValidationError, model: type[BaseModel], path: Path | str
 ) -> ConfigError:
-    """pydantic's complaints as lines `file: key: what is wrong; did you mean ...`."""
-    lines = []
-    for item in sorted(
-        error.errors(), key=lambda item: item["type"] != "extra_forbidden"
-    ):  # a typo explains the rest
-        location = [str(part) for part in item["loc"]]
-        key = ".".join(location) or "(the whole file)"
-        if item["type"] == "extra_forbidden":
-            lines.append(
-                f"{path}: unknown key"
-                f" {key!r}{nearest(location[-1], _fields_at(model, item['loc'][:-1]))}"
-            )
-        elif item["type"] == "missing":
-            lines.append(f"{path}: key {key!r} is missing{_choices_at(model, item['loc'])}")
-        elif item["type"] == "literal_error":
-            expected = [
-                part.strip(" '")
-                for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")
-            ]
-            lines.append(
-                f"{path}: {key}: {item['input']!r} is not"
-                f" valid{nearest(str(item['input']), expected)}"
-            )
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            given = item["input"]
-            shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
-            lines.append(f"{path}: {key}: {message}{shown}")
+    """Return pydantic's errors as lines `file: key: what is wrong; did you mean ...`."""
+    # A wrong key first, because it explains a missing one.
+    items = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+    lines = [f"{path}: {_describe_item(item, model)}" for item in items]
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
+def _describe_item(item: ErrorDetails, model: type[BaseModel]) -> str:
+    location, given = [str(part) for part in item["loc"]], item["input"]
+    key = ".".join(location) or "(the whole file)"
+    if item["type"] == "extra_forbidden":
+        fields = _fields_at(model, item["loc"][:-1])
+        return f"unknown key {key!r}{nearest(location[-1], fields)}"
+    if item["type"] == "missing":
+        return f"key {key!r} is missing{_choices_at(model, item['loc'])}"
+    if item["type"] == "literal_error":
+        parts = str(item["ctx"]["expected"]).replace(" or ", ",").split(",")
+        choices = [part.strip(" '") for part in parts]
+        return f"{key}: {given!r} is not valid{nearest(str(given), choices)}"
+    shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
+    return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
+
+
 def _fields_at(model: Any, location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
-    """Return the keys that are valid at a place in a model: follow fields, and the items of lists
-    and mappings."""
+    """Return the valid keys at a place in a model, through fields and the items of containers."""
     found = _model_of(model)
     for part in map(str, location):
         if found and part in found.model_fields:  # else: an index of a list, or a key of a mapping
@@ -151,19 +140,14 @@ def _fields_at(model: Any, location: tuple[int | str, ...]) -> dict[str, FieldIn
 
 
 def _choices_at(model: Any, location: tuple[int | str, ...]) -> str:
-    """List the values of a key that takes only some."""
+    """Return the values of a key that is a Literal, as ``nearest`` lists them."""
     kind = getattr(_fields_at(model, location[:-1]).get(str(location[-1])), "annotation", None)
     return nearest("", get_args(kind)) if get_origin(kind) is Literal else ""
 
 
 def _model_of(kind: Any) -> type[BaseModel] | None:
-    """Return a type that is a model, or the first model among the items of a container or a
-    union."""
-    inner = map(_model_of, get_args(kind))
-    return (
-        next(filter(None, inner), None)
-        if get_args(kind)
-        else kind
-        if hasattr(kind, "model_fields")
-        else None
-    )
+    """Return a model, or the first model among the items of a container or a union."""
+    for inner in get_args(kind):
+        if found := _model_of(inner):
+            return found
+    return kind if hasattr(kind, "model_fields") else None

@@ -1,5 +1,7 @@
-"""Where shipped files and a user's state lie, and how files are replaced. Folders of results:
-config/project.py."""
+"""Find shipped files and a user's state, and replace files in one step.
+
+config/project.py finds the folders of results.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-_DATA = PACKAGE / "data"  # in a wheel: what a checkout has beside harness/
+_DATA = PACKAGE / "data"  # only in a wheel: the folders that a checkout has next to harness/
 CHECKOUT = bool(os.environ.get("REPRO_ROOT")) or not _DATA.is_dir()
 ROOT = Path(os.environ.get("REPRO_ROOT") or (PACKAGE.parents[1] if CHECKOUT else _DATA))
 CONF = ROOT / "conf"
@@ -18,19 +20,14 @@ REPROS = ROOT / "repros"
 RESULTS = ROOT / "results"
 BASELINE = RESULTS / "baseline"
 EXPECTED = RESULTS / "expected"
-
-
-CONFIG_PATH = (  # further folders of groups, as --config-dir and hydra.searchpath name them
-    "REPRO_CONFIG_PATH"
-)
+CONFIG_PATH = "REPRO_CONFIG_PATH"  # variable with more folders of groups, as --config-dir adds
 
 
 def cache_dir() -> Path:
-    """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE``
-    overrides).
+    """Return the user's cache of built stacks and compiled extensions, shared by all checkouts.
 
-    Raises PermissionError: the user has no home folder (a container's user without a name, without
-    HOME).
+    ``REPRO_CACHE`` sets another folder. Raises PermissionError if the user has no home folder, as
+    a container's user without a name.
     """
     base = os.environ.get("REPRO_CACHE")
     if base:
@@ -44,8 +41,7 @@ def cache_dir() -> Path:
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """Another one whenever the file was changed: what a cache of its content is keyed by. () where
-    there is none."""
+    """Return a key for caches of the file's content, which changes with the file; () if absent."""
     try:
         info = path.stat()
     except OSError:
@@ -54,7 +50,7 @@ def file_state(path: Path) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds; None where it is missing or damaged."""
+    """Return the content of a JSON file, or None if it is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -67,10 +63,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file in one step; of a link the file that it leads to.
+    """Replace a file, or the target of a link, in one step.
 
-    What is no file (a device, a pipe) is written to: as root a rename would put a file in the place
-    of /dev/null.
+    A device or a pipe is written to instead: as root, a rename would replace /dev/null by a file.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content)

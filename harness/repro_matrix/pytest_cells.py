@@ -1,15 +1,13 @@
-"""The cells of a selection as tests of pytest: every fix of every cell, and every control
-(pytest_plugin.py).
+"""Collect the cells of a selection as pytest tests: every fix of every cell, and every control.
 
     repro::<case>::<model>/<strategy>::<variant>
 
--k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored,
-because the run itself
-measures attempts side by side. A test passes when its verdict is as expected (or nothing is
-expected yet, it was measured, and no documented fix fails), fails with the difference otherwise,
-and is skipped with its reason. A fix that is expected to fail is xfail, and strictly so: that it
-works is a failure. An invalid file of the selection is a test that fails, and a run in which all
-tests were skipped ends with 5.
+-k, -m (failure, control, simulated), --lf, -x and --junitxml work as usual. -n is ignored, because
+the run measures attempts in parallel itself. A test passes if its verdict is as expected, or, with
+no expectation yet, if it was measured and no documented fix fails. It fails with the difference
+otherwise, and is skipped with its reason. A fix that is expected to fail is a strict xfail: if it
+works, the test fails. An invalid file of the selection is a test that fails. A run in which all
+tests were skipped ends with exit code 5.
 """
 
 from __future__ import annotations
@@ -46,15 +44,12 @@ MARKS = {
     "simulated": "device placement without a GPU",
 }
 Place = tuple[str, str, str]  # of a plan: hardware, stack, cell
-Result = tuple[
-    Row, str
-]  # a variant, and why the run does not end with 0 although its verdict is as expected
+Result = tuple[Row, str]  # a variant, and why a run would not end with 0 despite its verdict
 
 
 @dataclass
 class Measurement:
-    """One run for all tests: it begins with the first test that needs a result, in a thread, and
-    ends with them."""
+    """Run all cells once, in a thread that the first test starts which needs a result."""
 
     prepared: Session
     texts: list[str]
@@ -66,8 +61,7 @@ class Measurement:
     _thread: threading.Thread | None = None
 
     def results(self, place: Place) -> list[Result]:
-        """Return the results of a cell once it is measured. Raises ReproError: the run ended
-        without it."""
+        """Wait for the results of a cell. Raise ReproError if the run ended without them."""
         if self._thread is None:
             self._results = {each: Future() for each in self.wanted}
             self._thread = threading.Thread(target=self._run, name="repro", daemon=True)
@@ -83,15 +77,11 @@ class Measurement:
     def _run(self) -> None:
         plans = []
         for plan in self.prepared.plans:
-            # Of a failure the first variant is the unfixed one, without which there is no verdict.
+            # The first variant of a failure is the unfixed one, which every verdict needs.
             chosen = {plan.variants[0].variant, *self.wanted.get(item_place(plan), ())}
             if item_place(plan) in self.wanted:
-                plans.append(
-                    replace(
-                        plan,
-                        variants=tuple(each for each in plan.variants if each.variant in chosen),
-                    )
-                )
+                variants = tuple(each for each in plan.variants if each.variant in chosen)
+                plans.append(replace(plan, variants=variants))
         try:
             run = replace(self.prepared, plans=plans, settings=self.prepared.settings.model_copy())
             with workspace.folder(run, self.texts) as finish:
@@ -100,7 +90,7 @@ class Measurement:
                 )
                 finish(summary)
             problem: BaseException = summary.problem or MeasureError("the run was ended")
-        except BaseException as error:  # noqa: BLE001 - the tests would wait for ever
+        except BaseException as error:  # noqa: BLE001 - the tests would wait forever
             problem = error
         for results in self._results.values():
             if not results.done():
@@ -120,18 +110,17 @@ def item_place(plan: CellPlan) -> Place:
 def results_of(
     document: Document, cases: Mapping[str, Case], entries: Sequence[Quarantine], today: date
 ) -> list[Result]:
-    """Return the row of each variant of a cell, and why a run would end with an error although the
-    verdict is as expected ("" where there is nothing)."""
+    """Return the row of each variant of a cell, and why a run would still end with an error."""
     rows = quarantine.mark_rows(rows_of(document, cases), entries, today)
     found = []
     for row in rows:
         problems = quarantine.expired([row], entries, today)
-        lost = [each for each in (rows[0], row) if each.lost_attempts > 0]
-        problems += [
-            f"{counted(each.lost_attempts, 'attempt')} of {each.variant} gave no answer"
-            for each in lost
-        ]
-        problems += [row.reason] if row.unseen else []
+        for each in (rows[0], row):
+            if each.lost_attempts > 0:
+                lost = counted(each.lost_attempts, "attempt")
+                problems.append(f"{lost} of {each.variant} gave no answer")
+        if row.unseen:
+            problems.append(row.reason)
         found.append((row, "; ".join(dict.fromkeys(problems))))
     return found
 
@@ -149,7 +138,7 @@ class VariantItem(pytest.Item):
     measurement: Measurement
     place: Place
     skipped: str | None = None  # why it is not measured
-    left_out = ""  # the error of an invalid file, which stands for what the file would have added
+    left_out = ""  # the error of an invalid file, if this test is in place of its cells
 
     def runtest(self) -> None:
         if self.left_out:
@@ -176,17 +165,15 @@ class VariantItem(pytest.Item):
             pytest.fail("\n".join(filter(None, (wrong, text, expected, manually))), pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        # The space: pytest would write the dots of what a node id ends with (qwen1.5) as ::, in
-        # each line of -v.
+        # Without the space, pytest -v would print the dots at the end of a node id (qwen1.5) as ::.
         return self.path, None, self.nodeid.partition("::")[2] + " "
 
 
 class Cells:
-    """What pytest registers for one run with --repro."""
+    """Register the hooks of one run with --repro."""
 
     def __init__(self, config: pytest.Config, given: str) -> None:
-        """Prepare the run: everything that can be wrong with the selection is found here, as
-        pytest.UsageError."""
+        """Prepare the run. Raise pytest.UsageError for whatever is wrong with the selection."""
         for name, text in MARKS.items():
             config.addinivalue_line("markers", f"{name}: {text}")
         config.args = []  # only the cells: a project's own tests are another command
@@ -194,9 +181,9 @@ class Cells:
             config.option.dist, config.option.tx, config.option.numprocesses = "no", [], None
         try:
             texts = shlex.split(given)
-            if not texts:  # a variable that is not set, which would be the whole catalogue
+            if not texts:  # an unset variable would otherwise select the whole catalog
                 raise pytest.UsageError(
-                    "--repro: nothing is selected; --repro 'case=*' is every case"
+                    "--repro: nothing is selected. To select every case, use --repro 'case=*'."
                 )
             prepared, entries = sessions.prepare(texts), quarantine.read_quarantine()
             quarantine.check_quarantine(entries, prepared.catalogue)
@@ -216,14 +203,17 @@ class Cells:
         for plan in prepared.plans:
             cell, known = plan.cell, prepared.catalogue.cases[plan.cell.case]
             parent = cases.setdefault(cell.case, Group.from_parent(top, name=cell.case))
-            # Named alike whatever else is selected; what is usual (stack current, the first
-            # profile) is left out.
+            # The name does not depend on what else is selected.
             name = cell.where
-            name += f"@{cell.stack}" if cell.stack != "current" else ""
-            name += f"#{cell.hardware}" if cell.hardware != prepared.profile.name else ""
+            if cell.stack != "current":
+                name += f"@{cell.stack}"
+            if cell.hardware != prepared.profile.name:
+                name += f"#{cell.hardware}"
             group = Group.from_parent(parent, name=name)
-            for mark in ("repro", known.kind, *(["simulated"] if known.simulated else [])):
-                group.add_marker(mark)
+            group.add_marker("repro")
+            group.add_marker(known.kind)
+            if known.simulated:
+                group.add_marker("simulated")
             for variant in plan.variants[1:] if known.kind == "failure" else plan.variants:
                 item = VariantItem.from_parent(group, name=variant.variant)
                 item.measurement, item.place = self.measurement, item_place(plan)
@@ -233,21 +223,20 @@ class Cells:
             item = VariantItem.from_parent(top, name=text.partition(": ")[0])
             item.left_out = text
             items.append(item)
-        # Counted as what pytest collects itself is: else what -k leaves out is taken from nothing.
+        # Count the cells as collected; otherwise the number that -k deselects exceeds the total.
         session.ihook.pytest_collectreport(
             report=pytest.CollectReport("repro", "passed", None, [*items])
         )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Measure what is selected, and nothing that was deselected."""
+        """Note which variants to measure: those that are not deselected."""
         for item in session.items:
             if isinstance(item, VariantItem) and not (item.skipped or item.left_out):
                 self.measurement.wanted.setdefault(item.place, []).append(item.name)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """End the run; tests that were all skipped are no green run: it ends as one without
-        tests."""
+        """End the run. If every test was skipped, exit as for a run without tests."""
         self.measurement.close()
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         if (

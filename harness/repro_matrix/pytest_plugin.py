@@ -1,8 +1,7 @@
-"""The pytest plugin: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test
-(pytest_cells.py).
+"""Add `pytest --repro "case=qwen15-* repeat=1"`: every fix of every cell is a test.
 
-It is loaded in every run of pytest where repro-matrix is installed: what it needs is imported with
-the option.
+pytest loads this plugin in every run where repro-matrix is installed, so it imports pytest_cells.py
+only with the option.
 """
 
 from __future__ import annotations

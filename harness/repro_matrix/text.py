@@ -1,7 +1,7 @@
-"""Text for people: counts, wrapped lines, and text of other programs made harmless and short.
+"""Write text for people: counts, wrapped lines, and safe, short excerpts of other programs' text.
 
-Text of other programs may hold escape sequences, invisible characters, and ten megabytes. Markup is
-not the business of this module: templates escape it.
+Text of other programs can contain escape sequences, invisible characters, and ten megabytes. This
+module does not escape markup: templates do.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 WIDTH = 120  # columns of a line where no terminal limits it
-# What a terminal obeys: CSI (colours, the cursor), OSC (its title, links), and sequences of two
-# characters.
+# Escape sequences: CSI (colors, the cursor), OSC (the title, links), and two characters.
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 MAX_LINES = 8  # of a wrapped text
 _COMMAND = re.compile(r"repro show \S+")
 _BREAK = re.compile(r"(?<=[(,{\[])(?=\S)")
-_CALL = re.compile(
-    r"[\w.]+\((?:[^()]|\([^()]*\)){1,120}\)"
-)  # code: FSDP(model, auto_wrap_policy=partial(...))
+# Code, such as FSDP(model, auto_wrap_policy=partial(...)).
+_CALL = re.compile(r"[\w.]+\((?:[^()]|\([^()]*\)){1,120}\)")
 
-# Characters that are not visible: control, format (zero-width, bidirectional), surrogates, private,
-# unassigned, separators of lines and paragraphs.
+# Categories of invisible characters: control, format (zero-width, bidirectional), surrogates,
+# private, unassigned, separators of lines and paragraphs.
 _INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def counted(number: int, what: str) -> str:
-    """``1 case``, ``2 cases``, ``2 fixes``. ``what``: in the singular."""
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('x') else 's'}"
+    """Return ``1 case``, ``2 cases`` or ``2 fixes``; ``what`` is in the singular."""
+    if number == 1:
+        return f"{number} {what}"
+    return f"{number} {what}{'es' if what.endswith('x') else 's'}"
 
 
 def one_line(text: str) -> str:
-    """Return the text as one printable line: no escape sequence, no control or bidirectional
-    character."""
+    """Return the text as one line without escape sequences, control and invisible characters."""
     line = re.sub(r"\s*\n\s*", " ", ESCAPE.sub("", text).strip("\n"))
     return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
 
 
 def first_line(text: str, limit: int = 200) -> str:
-    """Return the first line that is not blank, cut to ``limit`` characters."""
+    """Return the first line that is not blank, shortened to ``limit`` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
@@ -50,9 +49,11 @@ def first_line(text: str, limit: int = 200) -> str:
 def list_some(
     items: Sequence[str], most: int = 3, separator: str = ", ", more: str = "more"
 ) -> str:
-    """Return the first items, and how many more there are: ``a, b and 3 more``."""
-    rest = f"{separator.strip(' ,')} and {len(items) - most} {more}" if items[most:] else ""
-    return separator.join(items[:most]) + rest
+    """Return the first items, and the number of the others: ``a, b and 3 more``."""
+    listed = separator.join(items[:most])
+    if len(items) <= most:
+        return listed
+    return f"{listed}{separator.strip(' ,')} and {len(items) - most} {more}"
 
 
 def list_ranks(ranks: Iterable[int]) -> str:
@@ -72,7 +73,7 @@ def list_numbers(what: str, numbers: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with each of its lines as ``one_line`` gives it."""
+    """Return the text with ``one_line`` applied to each line."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -84,10 +85,13 @@ def wrap(
     most: int | None = MAX_LINES,
     whole: bool = False,
 ) -> list[str]:
-    """Wrap a text to ``width`` columns, at most ``most`` lines. ``hanging``: columns by which later
-    lines are indented further. Spaces at the beginning of the text count for the first line only.
-    Code that is longer than a line breaks after a bracket or a comma. ``whole``: paths and calls
-    stay in one piece, also those that are longer than a line: people copy them."""
+    """Wrap a text to ``width`` columns and at most ``most`` lines.
+
+    ``hanging``: columns by which later lines are indented further. Spaces at the beginning of the
+    text indent the first line only. Code that is longer than a line breaks after a bracket or a
+    comma. ``whole``: do not break paths and calls, even if they are longer than a line, because
+    people copy them.
+    """
     text = one_line(text)
     for pattern in (_COMMAND, _CALL)[: 1 + whole]:
         text = pattern.sub(lambda part: part[0].replace(" ", "\0"), text)
@@ -117,17 +121,14 @@ def log(text: str) -> None:
 
 
 def block(text: str, limit: int = 2000) -> str:
-    """Return readable lines of about ``limit`` characters: the beginning and the end of a longer
-    text."""
-    if len(text) > limit:  # before anything looks at every character
+    """Return readable lines of about ``limit`` characters: the text, or its two ends."""
+    if len(text) > limit:  # first, because the rest looks at every character
         head, tail = limit // 3, limit - limit // 3
         text = f"{text[:head]}\n[… {len(text) - limit} characters left out …]\n{text[-tail:]}"
     text = ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs(4)
-    return (
-        text
-        if text.isascii() and text.replace("\n", "").isprintable()
-        else "".join(map(_visible, text))
-    )
+    if _is_plain(text.replace("\n", "")):
+        return text
+    return "".join(map(_visible, text))
 
 
 @lru_cache(maxsize=1 << 14)  # many cells have the same texts

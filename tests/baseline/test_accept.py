@@ -286,6 +286,19 @@ def test_accept_refuses_incomplete_results_and_other_code(
     )
 
 
+@pytest.mark.usefixtures("own")
+def test_accept_joins_folders_and_refuses_a_cell_in_two(
+    tmp_path: Path, accepted: Callable[..., tuple[int, str, str]]
+) -> None:
+    one, other = put(tmp_path / "one"), put(tmp_path / "other", cell="ranks=4")
+    both = f"one,{tmp_path / 'other'}"
+    code, out, _ = accepted(both, "--dry-run")
+    assert code == 0 and "2 documents to publish" in out
+    other.with_name(one.name).write_bytes(one.read_bytes())
+    code, _, err = accepted(both, "--dry-run")
+    assert code == 2 and "is in two folders" in err
+
+
 def test_publish_removes_an_empty_table(own: Any) -> None:
     none: Any = SimpleNamespace(cases={})
     accept.publish(accept.Publication(tables={"gone": None, "kept": "case: kept\n"}), none)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.cli import main as cli
-from repro_matrix.paths import ROOT
+from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.runner.session import prepare
 
 
@@ -52,7 +52,6 @@ def test_help_names_every_command_on_one_screen(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("words", [["--help"], ["list", "--help"], ["show", "fsdp-uniform-dtype"]])
 def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
-    """argparse ignores a full disk, and exits with 0."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-u", "-m", "repro_matrix", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
@@ -145,11 +144,13 @@ def test_run_and_doctor_name_the_python_of_the_measured_environment(
 def test_doctor_says_that_an_op_will_be_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    facts = cache_dir() / "facts"  # of the models, which take a minute from cold
+    facts.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "facts").symlink_to(facts)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
     for compiled in (False, True):
-        notes = json.loads(call(capsys, "doctor", "case=train-step", "hardware=cpu", "--json")[1])[
-            "notes"
-        ]
+        words = ("doctor", "case=train-step", "model=qwen1.5-0.5b", "hardware=cpu", "--json")
+        notes = json.loads(call(capsys, *words)[1])["notes"]
         assert any("DeepSpeed's CPU op is not compiled" in note for note in notes) != compiled
         done = (
             Path(prepare(["hardware=cpu"]).stacks["current"].extensions_dir) / "deepspeed-cpu.done"
@@ -308,6 +309,6 @@ def test_defect_exits_with_70(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python exits with 1 then, which means here that something differs from its expectation."""
-    monkeypatch.setattr("repro_matrix.cli.list.main", lambda args: {}["x"])
+    monkeypatch.setattr("repro_matrix.cli.list.main.callback", lambda args: {}["x"])
     code, _, err = call(capsys, "list")
     assert code == 70 and "a defect of repro-matrix" in err and "KeyError" in err

@@ -47,7 +47,7 @@ def refused(capsys: Capsys, *words: str) -> str:
         ("run", "Nothing to run."),
         ("run train-step results=", "run settings: results: "),
         ("run --module", "--module: a module's name is missing"),
-        ("versions train-step --max-probes 0", "'0' is not a number of at least 1"),
+        ("versions train-step --max-probes 0", "0 is not in the range x>=1"),
     ],
 )
 def test_command_with_bad_arguments_is_refused_and_writes_nothing(
@@ -142,7 +142,7 @@ def test_path_that_cannot_be_written_is_named_with_a_remedy(
     def main(_: object) -> int:
         raise OSError(error, os.strerror(error), "/nonexistent/.cache")
 
-    monkeypatch.setattr("repro_matrix.cli.list.main", main)
+    monkeypatch.setattr("repro_matrix.cli.list.main.callback", main)
     message = refused(capsys, "list")
     assert message.startswith("repro: /nonexistent/.cache: ") and "REPRO_CACHE=DIR" in message
 

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click import UsageError
 from repro_matrix.cli import main as cli
+from repro_matrix.cli.options import Arguments
 from repro_matrix.config import schema
 from repro_matrix.errors import ExitCode, ReproError
 from repro_matrix.paths import ROOT
@@ -67,7 +69,7 @@ def test_commands_are_found_in_most_pages() -> None:
 def test_command_parses(name: str) -> None:
     command, *arguments = (each.replace("CASE", "fsdp-generate") for each in COMMANDS[name][1:])
     try:
-        _, args = cli.parsed(command, arguments)
+        args = Arguments(**cli.parse(command, arguments).params)
         if (
             command in SELECTS
             and "--module" not in arguments
@@ -77,7 +79,7 @@ def test_command_parses(name: str) -> None:
             case = [f"case={args.case}"] if command == "run" and args.case else []
             if not any(own in " ".join(arguments) for own in USERS):
                 session.make_request([*case, *args.overrides])
-    except (ReproError, SystemExit) as error:
+    except (ReproError, UsageError) as error:
         pytest.fail(f"{name}: {error}")
 
 
@@ -129,6 +131,8 @@ def test_log_in_the_readme_is_answered_with_these_lines(capsys: pytest.CaptureFi
     assert len(lines) > 5 and lines == [line for line in answer if line in lines]
 
 
+@pytest.mark.xdist_group("baseline")
+@pytest.mark.usefixtures("published_rows")
 def test_answer_in_the_readme_is_what_the_published_results_show() -> None:
     shown = pictures.ANSWER.search(TEXTS["README.md"])
     assert shown and len(shown[0].splitlines()) > 8

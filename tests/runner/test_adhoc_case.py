@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.cli import main as cli
-from repro_matrix.cli import options as arguments
-from repro_matrix.cli import run
+from repro_matrix.cli import options, script_arguments
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
@@ -253,7 +252,7 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (["./trian.py"], "there is no such script; did you mean 'train.py'"),
         (["./train.py"], "./train.py:2: expected ':': if True"),
         (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
-        (["./good.py", "--hang", "soon"], "not a number of seconds"),
+        (["./good.py", "--hang", "soon"], "'soon' is not a valid float"),
         (["./good.py", "model=a"], "does not apply to a script"),
         (["./good.py", "--args", "'"], "--args"),
         (["--", "torchrun", "--nproc-per-node", "auto", "good.py"], "--nproc N before the --"),
@@ -280,13 +279,10 @@ def test_run_bad_input_is_refused_before_a_launch(
 
 
 def test_command_after_dashes_keeps_its_options() -> None:
-    parser = arguments.Parser(prog="repro run")
-    run.configure(parser)
-    args = arguments.parse_arguments(
-        parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"]
-    )
+    words = ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"]
+    args = options.Arguments(**cli.parse("run", words).params)
     assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
-    assert arguments.names_script(args)
+    assert script_arguments.names_script(args)
 
 
 # -- run

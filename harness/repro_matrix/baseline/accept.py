@@ -288,25 +288,40 @@ class Publication:
 
 
 def propose(
-    source: Path, catalogue: Catalogue, names: set[str], reason: str, allowed: Collection[str]
+    sources: Sequence[Path],
+    catalogue: Catalogue,
+    names: set[str],
+    reason: str,
+    allowed: Collection[str],
 ) -> Publication:
     """Return what accepting the results of these cases would publish. Raises ResultsError: no
     result can be used, or the baseline is damaged."""
     own = project.current()
-    baseline, results = Store(own.baseline), Store(source)
-    given = [d for d in results.documents(cases=names) if d["case"] in names and _is_usable(d)]
+    baseline, damaged = Store(own.baseline), list[str]()
+    given: list[Document] = []
+    places: dict[str, Path] = {}
+    for source in sources:
+        results = Store(source)
+        usable = [d for d in results.documents(cases=names) if d["case"] in names and _is_usable(d)]
+        for place in map(published_place, usable):
+            if places.setdefault(place, source) != source:
+                raise ResultsError(
+                    f"{place}: is in two folders, {places[place]} and {source}. Name one of them."
+                )
+        given += usable
+        damaged += results.damaged
     if not any(is_whole(catalogue.cases[d["case"]], d) for d in given):
         raise ResultsError(
-            f"{source}: no complete measurement of the selected cases. Run `repro matrix` first."
+            f"{', '.join(map(str, sources))}: no complete measurement of the selected cases. Run"
+            " `repro matrix` first."
         )
-    held = [d for d in baseline.documents(cases=names) if _is_usable(d)]
+    held = [d for d in baseline.documents(cases=names) if d["case"] in names and _is_usable(d)]
     if baseline.damaged:
         raise ResultsError(
             "\n  ".join(["the baseline is damaged. Restore it first.", *baseline.damaged])
         )
     graded = grade_documents([*held, *given], catalogue.cases)
-    roots = own.baseline, source
-    held, given = ([d for d in graded if Path(d["path"]).is_relative_to(root)] for root in roots)
+    held, given = graded[: len(held)], graded[len(held) :]
     whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
     found = publication(catalogue.cases, held, whole, reason)
     found.refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
@@ -317,7 +332,7 @@ def propose(
             catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name)
         )
         found.refused += [Refusal(name, "", why)] if why else []
-    found.notes = list(results.damaged)
+    found.notes = damaged
     if partial := len(given) - len(whole):
         found.notes.append(
             f"left out: {counted(partial, 'cell')} of which only some variants were measured"

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from repro_matrix.changes.diff import newest
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
+from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"
@@ -35,7 +35,7 @@ class NightlyRun:
     started: float
     commit: str | None
     exit_code: int | None
-    rows: tuple[VariantResult, ...]
+    rows: tuple[Row, ...]
     stacks: Mapping[str, Mapping[str, str]]
     quarantined: tuple[tuple[str, str], ...] = ()
     dirty: bool = False
@@ -57,20 +57,23 @@ class NightlyRun:
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
-_SHARED: dict[str, Any] = {
-    "versions": {},
+# Details that no comparison reads, and that would be most of the file.
+_OMITTED: dict[str, Any] = {
+    "checks": (),
+    "errors": (),
+    "stacks": {},
+    "settings": {},
+    "torchrun": None,
+    "evidence": "",
     "started": 0.0,
     "commit": None,
     "dirty": False,
-    "machine": {},
-    "settings": {},
-    "path": "",
 }
 
 
 def make_run(
     run_id: str,
-    rows: Iterable[VariantResult],
+    rows: Iterable[Row],
     exit_code: int | None = None,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> NightlyRun:
@@ -85,11 +88,15 @@ def make_run(
         max((row.started for row in kept), default=0.0),
         commits.pop() if len(commits) == 1 else None,
         exit_code,
-        tuple(replace(row, **_SHARED) for row in kept),
-        {row.stack: row.versions for row in kept} | dict(packages or {}),
+        tuple(replace(row, stack=replace(row.stack, versions={}), **_OMITTED) for row in kept),
+        {row.stack.name: row.stack.versions for row in kept} | dict(packages or {}),
         (),
         any(row.dirty for row in kept),
-        {row.hardware: row.machine for row in kept if row.machine},
+        {
+            row.hardware.profile: row.hardware.description
+            for row in kept
+            if row.hardware.description
+        },
     )
 
 
@@ -126,38 +133,30 @@ def store_run(folder: Path, run: NightlyRun) -> None:
     )
 
 
-def check_one_commit(rows: Iterable[VariantResult]) -> None:
-    """Raise ResultsError where the rows were measured at several commits: shards that do not belong
-    together."""
+def check_one_commit(rows: Iterable[Row]) -> None:
+    """Raise ResultsError if the rows were measured at several commits."""
     cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
     if len(cells) > 1:
         commits = ", ".join(
             f"{commit} ({counted(count, 'cell')})" for commit, count in sorted(cells.items())
         )
         raise ResultsError(
-            f"results of several commits: {commits}. `repro merge` names the shard that differs."
+            f"results of several commits: {commits}. Measure all of them at one commit."
         )
-
-
-def check_each_once(sides: Iterable[Iterable[VariantResult]]) -> None:
-    """Raise ResultsError where two folders of one night have a result of the same variant: which of
-    them counts?"""
-    counts = Counter(place for rows in sides for place in by_place(rows))
-    for place, count in counts.items():
-        if count > 1:
-            raise ResultsError(
-                f"{' '.join(place)}: more than one of the folders has a result of it. Name one of"
-                " them."
-            )
 
 
 Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
 
 
-def place_of(row: VariantResult) -> Place:
-    return row.key, row.hardware, row.stack, row.variant
+def place_of(row: Row) -> Place:
+    return (
+        row.cell_id,
+        row.hardware.profile,
+        row.stack.name,
+        row.variant,
+    )
 
 
-def by_place(rows: Iterable[VariantResult]) -> dict[Place, VariantResult]:
+def by_place(rows: Iterable[Row]) -> dict[Place, Row]:
     """Return the newest result of each variant."""
     return {place_of(row): row for variants in newest(rows).values() for row in variants.values()}

@@ -18,7 +18,6 @@ from repro_matrix.baseline.derivation import lacking
 from repro_matrix.baseline.releases import STATES
 from repro_matrix.changes.diff import Change, result_change
 from repro_matrix.changes.history import NightlyRun, Place, by_place, make_run, place_of
-from repro_matrix.changes.sides import VariantResult, from_row
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
 from repro_matrix.grading.expected import as_expected
@@ -78,12 +77,12 @@ class ChangedCase:
         without it."""
         changes = sorted(
             (
-                c.row.key,
-                c.row.hardware,
-                c.row.stack,
+                c.row.cell_id,
+                c.row.hardware.profile,
+                c.row.stack.name,
                 c.variant,
                 c.kind,
-                c.row.verdict or "",
+                c.row.stored_verdict or "",
                 *c.row.failure_ids,
             )
             for c in self.changes
@@ -105,14 +104,12 @@ class Regressions:
     new: set[str] = field(default_factory=set)
     previous: NightlyRun | None = None
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
-    references: dict[Place, tuple[NightlyRun, VariantResult]] = field(default_factory=dict)
+    references: dict[Place, tuple[NightlyRun, Row]] = field(default_factory=dict)
     passing: Sequence[NightlyRun] = ()
     left_open: tuple[str, ...] = ()
     earlier: bool = False
 
-    def unexpected(
-        self, tonight: Iterable[VariantResult], handled: Collection[str] = ()
-    ) -> list[VariantResult]:
+    def unexpected(self, tonight: Iterable[Row], handled: Collection[str] = ()) -> list[Row]:
         """Return results that differ from their reviewed expectation, without those that are
         quarantined or handled: of a change with one of these digests, or the same in the passing
         run."""
@@ -120,21 +117,23 @@ class Regressions:
             place_of(c.row) for each in self.changed if each.digest in handled for c in each.changes
         }
 
-        def passed_before(row: VariantResult) -> bool:
+        def passed_before(row: Row) -> bool:
             before = self.references[place_of(row)][1] if place_of(row) in self.references else None
             return (
                 before is not None
-                and before.expected == row.expected
-                and before.verdict == row.verdict
+                and before.state == row.state
+                and before.stored_verdict == row.stored_verdict
             )
 
         return [
             row
             for place, row in by_place(tonight).items()
-            if row.expected == "unexpected"
-            and row.measured
+            if row.state == "unexpected"
+            and row.kinds
             and not (
-                place in known or (row.key, row.variant) in self.quarantined or passed_before(row)
+                place in known
+                or (row.cell_id, row.variant) in self.quarantined
+                or passed_before(row)
             )
         ]
 
@@ -145,12 +144,12 @@ class Past:
     results, as long as they had the same outcomes; ``earlier``: all attempts before. ``reference``:
     the newest of the earlier results whose attempts agree, else the first."""
 
-    reference: tuple[NightlyRun, VariantResult]
-    newest: tuple[NightlyRun, VariantResult]
+    reference: tuple[NightlyRun, Row]
+    newest: tuple[NightlyRun, Row]
     recent: Counter[OutcomeName]
     earlier: Counter[OutcomeName] = field(default_factory=Counter)
 
-    def change(self, row: VariantResult) -> tuple[str | None, tuple[NightlyRun, VariantResult]]:
+    def change(self, row: Row) -> tuple[str | None, tuple[NightlyRun, Row]]:
         """Return the kind of the change or None, and what the result is compared with. Where
         attempts disagree, all those of the passing runs count, and runs that have the same outcomes
         as this one count with it: a fix may stop working in two steps. Of attempts that agree on a
@@ -159,13 +158,13 @@ class Past:
         pools = [(self.earlier + self.recent, kinds)]
         pools += [(self.earlier, self.recent + kinds)] if again and self.earlier else []
         reference = self.newest if self.newest[1].steady and not again else self.reference
-        unexpected = row.steady and row.expected == "unexpected"
+        unexpected = row.steady and row.state == "unexpected"
         kind = result_change(reference[1], row, () if unexpected else pools)
         if kind and not row.steady and reference[1].kinds.keys() & row.kinds.keys():
             kind = "became_flaky"
         return kind, reference if kind else self.newest
 
-    def add(self, run: NightlyRun, row: VariantResult) -> None:
+    def add(self, run: NightlyRun, row: Row) -> None:
         if row.kinds.keys() != self.recent.keys():
             self.earlier += self.recent
             self.recent.clear()
@@ -174,22 +173,22 @@ class Past:
         self.newest = run, row
 
 
-def _counts(run: NightlyRun, row: VariantResult) -> bool:
+def _counts(run: NightlyRun, row: Row) -> bool:
     """Whether later results are compared with this one of a passing run: it has no quarantined
     change, and is not what the run left open (one with exit code 3 passes, too)."""
-    left_open = run.partial and row.expected in DIFFERS_FROM_PREDICTION
+    left_open = run.partial and row.state in DIFFERS_FROM_PREDICTION
     return (
         run.passed
-        and row.measured > 0
+        and bool(row.kinds)
         and not left_open
-        and (row.key, row.variant) not in run.quarantined
+        and (row.cell_id, row.variant) not in run.quarantined
     )
 
 
-def _only_flaky(run: NightlyRun, row: VariantResult) -> bool:
+def _only_flaky(run: NightlyRun, row: Row) -> bool:
     """Whether a night did not pass because a documented fix was flaky: its attempts count, or those
     of the passing nights would look steadier than the fix is."""
-    return run.exit_code == 3 and row.expected == "differs_from_documentation" and not row.steady
+    return run.exit_code == 3 and row.state == "differs_from_documentation" and not row.steady
 
 
 def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
@@ -209,7 +208,7 @@ def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[P
 
 
 def compare_to_last_passing(
-    tonight: Iterable[VariantResult],
+    tonight: Iterable[Row],
     history: Sequence[NightlyRun],
     quarantined: Callable[[str, str], bool] = lambda *_: False,
     packages: Mapping[str, Mapping[str, str]] | None = None,
@@ -221,7 +220,7 @@ def compare_to_last_passing(
     """
     tonight = list(tonight)
     now = make_run("", tonight, packages=packages)
-    measured = {place: row for place, row in by_place(tonight).items() if row.measured}
+    measured = {place: row for place, row in by_place(tonight).items() if row.kinds}
     result = Regressions(passing=[run for run in history if run.passed])
     pasts = _pasts(history, measured)
     found: dict[tuple[str, str, str], tuple[NightlyRun, list[Change]]] = {}
@@ -229,16 +228,16 @@ def compare_to_last_passing(
         row = measured[place]
         kind, (run, before) = past.change(row)
         result.references[place] = run, before
-        if kind and quarantined(row.key, row.variant):
-            result.quarantined[row.key, row.variant] = f"{kind} since {run.run_id}"
+        if kind and quarantined(row.cell_id, row.variant):
+            result.quarantined[row.cell_id, row.variant] = f"{kind} since {run.run_id}"
         elif kind:
             change = Change(kind, row.variant, before, row)
-            found.setdefault((row.case, row.stack, run.run_id), (run, []))[1].append(change)
+            found.setdefault((row.case, row.stack.name, run.run_id), (run, []))[1].append(change)
     for (case, stack, _), (run, changes) in found.items():
         versions = differing_packages(run.stacks.get(stack, {}), now.stacks[stack])
-        hardware = changes[0].row.hardware
+        hardware = changes[0].row.hardware.profile
         machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
-        fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
+        fixes = working_fixes(case, [row for row in measured.values() if row.stack.name == stack])
         result.changed.append(
             ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine)
         )
@@ -251,8 +250,7 @@ def compare_to_last_passing(
         f"{row.case}/{row.variant}"
         for run in result.passing
         for row in run.rows
-        if row.expected in DIFFERS_FROM_PREDICTION
-        and place_of(row) in measured.keys() - pasts.keys()
+        if row.state in DIFFERS_FROM_PREDICTION and place_of(row) in measured.keys() - pasts.keys()
     }
     result.left_open = tuple(sorted(left))
     compared = Counter(run.run_id for run, _ in result.references.values())
@@ -261,7 +259,7 @@ def compare_to_last_passing(
         key=lambda run: (not run.partial, compared[run.run_id], shared.index(run)),
         default=None,
     )
-    result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
+    result.new = {row.cell_id for row in measured.values()} - {place[0] for place in pasts}
     return result
 
 
@@ -281,9 +279,9 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
                 or lost(notes)
                 or lacking(stored)
             )
-            found.append(replace(make_run(name, map(from_row, stored), 0), partial=bool(less)))
+            found.append(replace(make_run(name, stored, 0), partial=bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
-    results = [from_row(row) for row in rows]
+    results = rows
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)
     since.earlier = bool(before)
     return name_files(since, make_run("", results))
@@ -303,13 +301,13 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
             failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"
             return _worked(row, since.passing) if failing_fix and not row.nearest else None
         run, before = since.references[place]
-        works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
+        works_now = row.verdict == "FIXED" and STATES.get(before.stored_verdict or "") != "absent"
         upstream = now == "absent" and (row.case, row.stack.name) in upgraded
-        same = before.verdict == as_expected(row.verdict or "") or not changed & {
+        same = before.stored_verdict == as_expected(row.verdict or "") or not changed & {
             place,
             (*place[:3], "unfixed"),
         }
-        return None if same or works_now or upstream else (before.verdict, run.run_id)
+        return None if same or works_now or upstream else (before.stored_verdict, run.run_id)
 
     marked = []
     for row in rows:
@@ -327,10 +325,10 @@ def _worked(row: Row, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
     it."""
     place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
     found = [
-        (run.stacks.get(one.stack, {}), one.verdict, run.run_id)
+        (run.stacks.get(one.stack.name, {}), one.stored_verdict, run.run_id)
         for run in passing
         for one in run.rows
-        if one.measured and (one.key, one.hardware, one.variant) == place
+        if one.kinds and (one.cell_id, one.hardware.profile, one.variant) == place
     ]
     older = [each for each in found if is_older(each[0], versions)]
     newest = next(
@@ -370,10 +368,10 @@ def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tup
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
+def working_fixes(case: str, rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the fixes that work in every cell in which they were measured."""
     verdicts: dict[str, set[str | None]] = {}
     for row in rows:
         if row.case == case and row.role == "fix":
-            verdicts.setdefault(row.variant, set()).add(row.verdict)
+            verdicts.setdefault(row.variant, set()).add(row.stored_verdict)
     return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})

@@ -8,11 +8,12 @@ would be written.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
+
+import click
 
 from repro_matrix.baseline.accept import SUSPICIOUS, Publication, Refusal, propose, publish
+from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
@@ -24,20 +25,28 @@ from repro_matrix.text import counted, list_some
 SHOWN = 20  # reasons
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    text = "case=NAME,...: only these cases (default: all that were measured)"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=text)
-    parser.add_argument("--reason", help="why these verdicts are now the expected ones")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would change, and write nothing"
-    )
-    text = "results folder (default: the last run in results/scratch)"
-    parser.add_argument("--from", dest="source", metavar="DIR", help=text)
-    text = "also publish verdicts that may be an error of the case (may be given for each)"
-    parser.add_argument("--allow", action="append", default=[], choices=SUSPICIOUS, help=text)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "overrides",
+    nargs=-1,
+    metavar="[OVERRIDE]...",
+    help="case=NAME,...: only these cases (default: all that were measured)",
+)
+@click.option("--reason", help="why these verdicts are now the expected ones")
+@options.flag("--dry-run", "show what would change, and write nothing")
+@click.option(
+    "--from",
+    "source",
+    metavar="DIR,...",
+    help="folders of results (default: the last run in results/scratch)",
+)
+@click.option(
+    "--allow",
+    multiple=True,
+    type=options.Choice(SUSPICIOUS),
+    help="also publish verdicts that may be an error of the case (may be given for each)",
+)
+def main(args: options.Arguments) -> int:
     selection = overrides.parse_overrides(args.overrides)
     for key, text in selection.words:
         if key not in ("case", "results"):
@@ -52,12 +61,13 @@ def main(args: argparse.Namespace) -> int:
         )
     known, own = catalog.load(), project.current()
     named = args.source or compose_run(selection.run).results
-    source = runs.last_run(Path(named).expanduser() if named else runs.scratch())
-    if named and not source.is_dir():
-        raise ResultsError(f"{named}: no such folder of results. `repro matrix` writes one.")
+    sources = runs.named_folders(named or str(runs.scratch()))
+    for folder in sources if named else ():
+        if not folder.is_dir():
+            raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
     names = set(overrides.expand("case", selection.case, known.cases))
     shipped = set() if own.is_shipped else names - known.own.get("case", {}).keys()
-    found = propose(source, known, names - shipped, args.reason or "", args.allow)
+    found = propose(sources, known, names - shipped, args.reason or "", args.allow)
     notes = [f"left out: {text}" for text in known.left_out]
     if shipped:
         notes.append(
@@ -68,7 +78,9 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run or not found.refused:
         _print(found)
     if found.refused:
-        raise ResultsError("\n  ".join([f"{source}: cannot be published:", *_group(found.refused)]))
+        raise ResultsError(
+            "\n  ".join([f"{named or sources[0]}: cannot be published:", *_group(found.refused)])
+        )
     if not args.dry_run:
         publish(found, known)
         print(f"written to {own.baseline} and {own.expected}. Review and commit them.")

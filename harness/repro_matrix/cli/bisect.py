@@ -1,25 +1,28 @@
-"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the
-result.
+"""Find the release, package or commit that changed a result.
 
 Overrides are those of `repro run` (model=, strategy=, flags.<name>=, repeat=, results= ...), and
 stack=: the stack whose package is replaced (default: the one on which the case is known to fail).
 
-good: the failure does not occur (the variant passes; or, if the good end fails with another error,
-that error). bad: the failure occurs. Any other result in between is unknown and is skipped. If good
+Good: the failure does not occur (the variant passes; or, if the good end fails with another error,
+that error). Bad: the failure occurs. Any other result in between is unknown and is skipped. If good
 is the newer end, the search is for the release with the fix. With repeat=N, a flaky failure is
-repeated according to its rate. Two stacks: first the packages that cause the difference, then the
-release of each. Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot
-be measured, or no package is the culprit.
+repeated according to its rate. Between two stacks, the search first finds the packages that cause
+the difference, then the release of each.
+
+Exit codes: 0 found (also if only a range is left), 2 wrong ends, 3 an end cannot be measured, or no
+package is the cause.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import threading
 from pathlib import Path
 
+import click
+
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks.spec import canonical
@@ -27,7 +30,6 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
 from repro_matrix.search import report
-from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import Clone
 from repro_matrix.search.other_causes import list_causes, reworded
@@ -35,47 +37,41 @@ from repro_matrix.search.prober import Prober, SameResult, one_variant
 from repro_matrix.text import log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    add = parser.add_argument
-    add(
-        "--good",
-        required=True,
-        help="a release without the failure, or a stack (a name, a lock file, python:PATH)",
-    )
-    add("--bad", required=True, help="a release with the failure, or a stack")
-    add(
-        "--package",
-        help=(
-            "search its releases (default: transformers); with two stacks: search this package only"
-        ),
-    )
-    add("--variant", help="default: the first variant")
-    text = "search for any change of the result, not only of this failure"
-    add("--any-change", action="store_true", help=text)
-    add(
-        "--repo",
-        metavar="DIR",
-        help="a local git clone of the package, to find the commit; the clone is only read",
-    )
-    add(
-        "--max-probes",
-        type=options.number_type(3),
-        metavar="N",
-        help="at most N probes in each search",
-    )
-    text = (
-        "the failure: a number of the training differs from the good end's by more than rounding;"
-        " names the module"
-    )
-    add("--numbers", action="store_true", help=text)
-    options.vary(parser)
-    options.trace(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.case_or_script
+@click.option(
+    "--good",
+    required=True,
+    metavar="RELEASE|STACK",
+    help="a release without the failure, or a stack (a name, a lock file, python:PATH)",
+)
+@click.option(
+    "--bad", required=True, metavar="RELEASE|STACK", help="a release with the failure, or a stack"
+)
+@click.option(
+    "--package",
+    help="search its releases (default: transformers); with two stacks: search this package only",
+)
+@click.option("--variant", help="default: the first variant")
+@options.flag("--any-change", "search for any change of the result, not only of this failure")
+@click.option(
+    "--repo",
+    metavar="DIR",
+    help="a local git clone of the package, to find the commit; the clone is only read",
+)
+@click.option(
+    "--max-probes", type=click.IntRange(3), metavar="N", help="at most N probes in each search"
+)
+@options.numbers(
+    is_flag=True,
+    help="the failure: a number of the training differs from the good end's by more than rounding;"
+    " names the module",
+)
+@options.vary
+@options.trace
+def main(args: options.Arguments) -> int:
     _check_ends(args.good, args.bad)
-    prober, variant, base = _of_script(args) if options.names_script(args) else _of_case(args)
+    prober, variant, base = _of_script(args) if scripts.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
     clone = (
         Clone(Path(args.repo).expanduser().absolute(), package or "transformers")
@@ -86,23 +82,21 @@ def main(args: argparse.Namespace) -> int:
     with workspace.interruptible(prober.stop, log), prober:
         try:
             search.run(args.good, args.bad, package, base)
-            if args.numbers and options.varies(args):
+            if args.numbers and scripts.varies(args):
                 _judge_ends(args, prober)
-        except Stopped as stopped:
-            return options.stopped(stopped)
         except SameResult as error:
             raise ConfigError(
                 "\n  ".join([str(error), *_other_causes(args, search, package, base)])
             ) from None
-    data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
+    data = report.bisection(search, shlex.join(args.line))
     text = report.render_search("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
     if search.stopped:
-        return options.stopped(search.stopped)
+        raise search.stopped
     return 0 if search.stages else 3
 
 
-def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
+def _of_case(args: options.Arguments) -> tuple[Prober, str, str]:
     case, request, base = options.case_of(
         args, {"variants": "bisect one variant with --variant NAME"}
     )
@@ -110,11 +104,11 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
     return Prober(request, log, threading.Event(), variants=[variant]), variant, base
 
 
-def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
+def _of_script(args: options.Arguments) -> tuple[Prober, str, str]:
     """Return the prober of a script. Lock files become stacks first."""
     from repro_matrix.environment.lockfiles import endpoints
 
-    prober, base = options.script_prober(args, needs_limit=False)
+    prober, base = scripts.script_prober(args, needs_limit=False)
     if not is_release(args.good):
         args.good, args.bad, notes = endpoints(args.good, args.bad, prober.script.results)
         prober.notes += notes
@@ -122,7 +116,7 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
 
 
 def _other_causes(
-    args: argparse.Namespace, search: Search, package: str | None, base: str
+    args: options.Arguments, search: Search, package: str | None, base: str
 ) -> list[str]:
     """Return what else the failure may depend on, with commands."""
     releases, name = is_release(args.good), package or "transformers"
@@ -131,14 +125,12 @@ def _other_causes(
     more += [f"variants={search.variant}"] if args.variant else []
     ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant", "--vary", "--ranks"))
     versions = reworded(
-        ["repro", "versions", *args.words], ends, ("--any-change", "--numbers", "stack"), more
+        ["repro", "versions", *args.line[2:]], ends, ("--any-change", "--numbers", "stack"), more
     )
-    return list_causes(
-        search.prober, [name] if releases else [], ["repro", "bisect", *args.words], versions
-    )
+    return list_causes(search.prober, [name] if releases else [], args.line, versions)
 
 
-def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
+def _judge_ends(args: options.Arguments, prober: Prober) -> None:
     """Add to the report which of the two ends is consistent with itself."""
     from repro_matrix.compare import consistency
     from repro_matrix.compare import two_sides as compare
@@ -146,7 +138,7 @@ def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
     assert isinstance(prober, compare.NumbersProber)
     for name, stack in prober.ends.items():
         found, _ = consistency.check_consistency(
-            prober, options.configurations(args)[0], stack, prober.window
+            prober, scripts.configurations(args)[0], stack, prober.window
         )
         prober.notes.append(f"{name} {found.judgement()}.")
 

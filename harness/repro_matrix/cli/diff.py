@@ -1,7 +1,8 @@
 """`repro diff A B`: compare two runs, stacks or machines.
 
-A, B: a folder of results, or a stack of the baseline (torch2.2-tf4.39, current). Where
-each side has one stack or one hardware and they differ, the comparison goes across them.
+A, B: folders of results (DIR or DIR,DIR,...; of a cell in several, the newest result counts), or a
+stack of the baseline (torch2.2-tf4.39, current). If each side has one stack or one hardware and
+these differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no
 result differs, but B lacks results of A that its run was asked for, or a file cannot be read; 2
@@ -12,32 +13,34 @@ exit code.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import click
 
 from repro_matrix.changes import agreement
 from repro_matrix.changes import diff as diffs
 from repro_matrix.changes.nightly import load_requested
 from repro_matrix.changes.sides import Side, load_side
+from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
-from repro_matrix.results import runs
 from repro_matrix.text import counted, log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("one", metavar="A", help="the results to compare with")
-    add("other", metavar="B", help="the results to compare")
-    help_text = "compare only these cells: case='fsdp*' model= strategy= stack= hardware="
-    add("overrides", nargs="*", default=[], metavar="NAME=VALUE", help=help_text)
-    help_text = "count for each case how many variants have the same result on a CPU and on a GPU"
-    add("--agreement", action="store_true", help=help_text)
-    add("--all", action="store_true", help="list every change")
-    add("--json", action="store_true", help="print JSON with stable keys")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument("one", metavar="A", help="the results to compare with")
+@click.argument("other", metavar="B", help="the results to compare")
+@click.argument(
+    "overrides",
+    nargs=-1,
+    metavar="[NAME=VALUE]...",
+    help="compare only these cells: case='fsdp*' model= strategy= stack= hardware=",
+)
+@options.flag(
+    "--agreement",
+    "count for each case how many variants have the same result on a CPU and on a GPU",
+)
+@options.flag("--all", "list every change")
+@options.json
+def main(args: options.Arguments) -> int:
     one, other = (load_side(name).select(args.overrides) for name in (args.one, args.other))
     print_notes([*one.notes, *other.notes])
     if not args.json:
@@ -45,15 +48,13 @@ def main(args: argparse.Namespace) -> int:
     return _agreement(args, one, other) if args.agreement else _diff(args, one, other)
 
 
-def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
-    if not any(row.measured for side in (one, other) for row in side.rows):
+def _diff(args: options.Arguments, one: Side, other: Side) -> int:
+    if not any(row.kinds for side in (one, other) for row in side.rows):
         raise ConfigError(
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
     everything = diffs.compare_rows(one.rows, other.rows)
-    folder = runs.last_run(Path(args.other).expanduser())
-    asked = load_requested(folder, other.rows) if runs.read_run(folder) else None
-    result = everything.without_unrequested(asked) if asked else everything
+    result = everything.without_unrequested(load_requested(other))
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)
@@ -78,7 +79,7 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     return code
 
 
-def _agreement(args: argparse.Namespace, one: Side, other: Side) -> int:
+def _agreement(args: options.Arguments, one: Side, other: Side) -> int:
     cases = agreement.measure_agreement(one.rows, other.rows)
     if args.json:
         print_json({"a": args.one, "b": args.other, **agreement.agreement_to_json(cases)})

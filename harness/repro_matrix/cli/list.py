@@ -1,8 +1,7 @@
-"""`repro list`: the cases and cells of a selection."""
+"""List the cases and cells of a selection."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from repro_matrix.cli import options
@@ -18,16 +17,13 @@ from repro_matrix.runner.session import make_request
 from repro_matrix.text import counted
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.overrides(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.overrides
+@options.json
+def main(args: options.Arguments) -> int:
     request = make_request(args.overrides)
     request.check()
-    cells = (
-        request.cells
-    )  # an error that names a file that is left out is not preceded by the note about it
+    cells = request.cells  # before the notes: an error mentions such a file itself
     print_notes([f"left out: {text}" for text in request.catalogue.left_out])
     rows: list[dict[str, Any]] = []
     for cell in cells:

@@ -1,32 +1,28 @@
-"""The `repro` command: choose the command's module, and turn errors into exit codes.
+"""Run the `repro` command: choose the command's module, and turn errors into exit codes.
 
-A command's module has ``configure(parser)``, which adds its arguments, and ``main(args)``; its
-docstring without the first paragraph is the end of its help. It is imported only when that command
-runs.
+A command's module has ``main``, a click command. Its docstring is the command's help. The module is
+imported only when the command runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
-import inspect
 import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+
+import click
 
 from repro_matrix.errors import ConfigError, ExitCode, ReproError, nearest
 
 GROUPS = {
     "run": {
         "run": "run one case live, with all its variants",
-        "matrix": (
-            "run every cell of a selection; report what reproduces, with and without each fix"
-        ),
+        "matrix": "run every cell of a selection; show what reproduces, with each fix and without",
         "doctor": "report what this machine can run, and the reason for each skip",
     },
     "explore": {
@@ -53,7 +49,6 @@ GROUPS = {
         "export": "write one variant as a folder that runs alone, to attach to an issue",
         "accept": "publish measured results as the baseline and as expectations",
         "regrade": "grade stored evidence anew; report every verdict that differs",
-        "merge": "merge the results of a run's shards into one folder",
         "stack": "list, show, lock, build or prune software stacks",
     },
 }
@@ -64,7 +59,7 @@ Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect,
 """
 
 
-# Errors of the disk or its permissions, which a user can mend, whatever was being written.
+# Errors of the disk or its permissions, which a user can correct.
 DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -77,39 +72,30 @@ DISK = (
 
 
 def overview() -> str:
-    """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's
-    module."""
-    lines = [
-        f"{group if index == 0 else '':<10}{command + ' ':<10}{text}"
-        for group, commands in GROUPS.items()
-        for index, (command, text) in enumerate(commands.items())
-    ]
+    """Return the text of `repro --help`, at most 24 lines, without importing a command."""
+    lines = []
+    for title, commands in GROUPS.items():
+        for command, text in commands.items():
+            lines.append(f"{title:<10}{command + ' ':<10}{text}")
+            title = ""
     return HELP.format(commands="\n".join(lines))
 
 
-def command_parser(command: str) -> tuple[Any, Any]:
-    """Return a command's module and its argument parser."""
-    module = importlib.import_module(f"repro_matrix.cli.{command}")
-    from repro_matrix.cli import options  # not for `repro --help`: it imports pydantic
-
-    parser = options.Parser(
-        prog=f"repro {command}",
-        description=COMMANDS[command],
-        epilog=inspect.cleandoc(module.__doc__ or "").partition("\n\n")[2],
-        allow_abbrev=False,
-        formatter_class=options.HelpFormatter,
-    )
-    module.configure(parser)
-    return module, parser
+def command_of(name: str) -> click.Command:
+    """Import a command's module and return the command."""
+    command: click.Command = importlib.import_module(f"repro_matrix.cli.{name}").main
+    return command
 
 
-def parsed(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return a command's module and its parsed arguments. Raise SystemExit or ConfigError if they
-    are wrong."""
-    from repro_matrix.cli import options
+def help_of(name: str) -> str:
+    """Return the text of `repro NAME --help`."""
+    command = command_of(name)
+    return command.get_help(click.Context(command, None, f"repro {name}", max_content_width=100))
 
-    module, parser = command_parser(command)
-    return module, options.parse_arguments(parser, list(arguments))
+
+def parse(name: str, arguments: Sequence[str]) -> click.Context:
+    """Return the parsed arguments of a command. Raise ConfigError or click.UsageError."""
+    return command_of(name).make_context(f"repro {name}", list(arguments))
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -121,14 +107,19 @@ def _run(arguments: Sequence[str]) -> int:
         print(_version())
         return 0
     if command not in COMMANDS:
-        what = (
-            f"unknown command {command!r}{nearest(command, COMMANDS)}"
-            if command
-            else "a command is missing"
-        )
+        what = "a command is missing"
+        if command:
+            what = f"unknown command {command!r}{nearest(command, COMMANDS)}"
         raise ConfigError(f"{what} (`repro --help` lists the commands)")
-    module, args = parsed(command, arguments[1:])
-    return int(module.main(args))
+    try:
+        with parse(command, arguments[1:]) as context:
+            return int(context.command.invoke(context) or 0)
+    except click.exceptions.Exit as done:  # --help
+        return done.exit_code
+    except click.UsageError as error:
+        from repro_matrix.cli.options import explain  # not for `repro --help`: it imports pydantic
+
+        raise ConfigError(explain(error)) from None
 
 
 def _version() -> str:
@@ -136,15 +127,17 @@ def _version() -> str:
     from repro_matrix.results.store import code_state, harness_version
 
     commit, changed = code_state()
-    state = f", commit {commit[:12]}{' and changes' if changed else ''}" if commit else ""
+    state = f", commit {commit[:12]}" if commit else ""
+    if commit and changed:
+        state += " and changes"
     place = ROOT if ROOT in PACKAGE.parents else PACKAGE
     return f"repro-matrix {harness_version()}{state}, in {place}; Python {sys.version.split()[0]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1, 2, 3, 70 or 130; see `repro --help`."""
+    """Run a command and return its exit code; `repro --help` lists them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # the caller closed it, and Python puts nothing in its place
+    if sys.stdout is None:  # the caller closed it
         print(
             "repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr
         )
@@ -160,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"repro: {error}", file=sys.stderr)
         # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
         return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
-    except (
-        BrokenPipeError
-    ):  # `repro list | head`: as the signal would end it, since 0 would be an answer
+    except BrokenPipeError:  # `repro list | head`: 0 would be an answer
         _discard_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -170,26 +161,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK:
             return _defect()
-        place, advice = "the standard output", ""
-        if error.filename is None:
+        place, advice = (
+            error.filename,
+            "Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option for it.",
+        )
+        if place is None:
+            place, advice = "the standard output", ""
             _discard_output()
-        else:
-            place, advice = (
-                error.filename,
-                (
-                    ". Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option that"
-                    " names it."
-                ),
-            )
         verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
-        print(f"repro: {place}: cannot be {verb}: {error.strerror}{advice}", file=sys.stderr)
+        text = f"repro: {place}: cannot be {verb}: {error.strerror}. {advice}"
+        print(text.rstrip(), file=sys.stderr)
         return ReproError.exit_code
     except Exception:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
         return _defect()
 
 
 def _discard_output() -> None:
-    """Send what is still to be written nowhere."""
+    """Discard what is still to be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,18 +1,21 @@
-"""`repro match train.log ...`: find known failures in training logs, and what stored measurements
-say about them.
+"""`repro match train.log ...`: find known failures in training logs, and what helps.
 
-The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
+The versions come from the log; for packages that it does not mention, from stack=NAME or
+--versions.
 
-exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file,
-not a log, every log empty); 3 no failure. For several logs, the lowest of their codes.
+exit codes: 0 a known failure was recognized; 1 a failure, but not a known one; 2 usage (no such
+file, a format that is not read, every log empty); 3 no failure. For several logs, the lowest of
+their codes.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+import click
+
+from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.environment import lockfiles
 from repro_matrix.environment.stacks import lock, spec
@@ -25,24 +28,20 @@ from repro_matrix.match.scan import scan
 from repro_matrix.report.terminal import print_json, print_notes
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "logs",
-        nargs="*",
-        metavar="LOG",
-        help="a training log, also gzip or UTF-16; - or none: stdin",
-    )
-    parser.add_argument(
-        "--versions",
-        metavar="FILE",
-        help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON with stable keys instead of text"
-    )
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "logs",
+    nargs=-1,
+    metavar="[LOG]...",
+    help="a training log: text, gzip or JSON lines; - or none: stdin",
+)
+@click.option(
+    "--versions",
+    metavar="FILE",
+    help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME",
+)
+@options.json
+def main(args: options.Arguments) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
     known = SignatureIndex(cases.cases, cases.strategies)
@@ -51,10 +50,9 @@ def main(args: argparse.Namespace) -> int:
     found = []
     codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
-        damaged: list[str] = []
-        seen = scan(read_lines(path, damaged), known)
+        seen = scan(read_lines(path), known)
         answer, empty = recognize(seen, known), empty and not seen.lines
-        codes.add(ExitCode.USAGE if damaged and answer.exit_code == 3 else answer.exit_code)
+        codes.add(ExitCode.USAGE if seen.unread and answer.exit_code == 3 else answer.exit_code)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases, given))
         else:
@@ -66,7 +64,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _versions(stacks: list[str], file: str | None) -> Versions | None:
     """Return the versions of a stack's lock, of this environment (``current``), or of a file.
-    Raises ConfigError."""
+
+    Raises ConfigError.
+    """
     if len(stacks) + bool(file) > 1:
         raise ConfigError(
             f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions."

@@ -1,8 +1,12 @@
-"""`repro matrix`, and what `repro run CASE` does too: launch, watch, print the results."""
+"""Run every cell of a selection; report what reproduces, with each fix and without.
+
+Arguments are overrides: commas sweep, globs match. The results are stored, and written as an HTML
+page beside them. Exit codes: 0 as expected, 1 unexpected, 2 usage, 3 less was measured than
+requested.
+"""
 
 from __future__ import annotations
 
-import argparse
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +16,7 @@ from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.derivation import bisect_exit, exit_code
 from repro_matrix.changes.nightly import not_committed
 from repro_matrix.changes.regressions import against_history, since_last_passing
-from repro_matrix.cli import options as arguments
+from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary
 from repro_matrix.report.formats import variant_record
@@ -23,27 +27,21 @@ from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder, store_exit_code
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
+from repro_matrix.runner.engine import RunTotals
 from repro_matrix.text import counted, log
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser)
-    parser.add_argument("--all", action="store_true", help="a line for every variant of every cell")
-    run_options(parser)
-
-
-def run_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `repro run CASE` takes as well."""
-    add = parser.add_argument
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the interrupted run, or this selection's: keep its results",
-    )
-    add("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
+run_options = options.together(
+    options.flag("--resume", "continue the interrupted run, or this selection's: keep its results"),
+    options.flag("--dry-run", "show what would be launched, and launch nothing"),
+)
 
 
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.overrides
+@options.json
+@options.flag("--all", "a line for every variant of every cell")
+@run_options
+def main(args: options.Arguments) -> int:
     if args.all and args.dry_run:
         raise ConfigError(
             "--all: shows results, and --dry-run has none. --json lists every variant."
@@ -52,31 +50,29 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_selection(
-    args: argparse.Namespace,
+    args: options.Arguments,
     texts: Sequence[str],
     *,
     every_variant: bool,
     live: bool = False,
     page: bool = False,
 ) -> int:
-    """Run a selection and print its results; return the exit code. ``every_variant`` and ``live``
-    (each attempt): print a line for each. ``page``: measure the canary cells first, and write the
-    run's page beside its results."""
-    entries, for_git = quarantine.read_quarantine(), getattr(args, "bisect_exit", False)
-    texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
+    """Run a selection, print its results and return the exit code.
+
+    ``every_variant`` and ``live`` (each attempt): print a line for each. ``page``: measure the
+    canary cells first, and write the run's page beside its results.
+    """
+    entries, resumed = quarantine.read_quarantine(), None
+    if args.resume:
+        texts, resumed = workspace.resumed(texts)
     prepared = session.prepare(
         texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run
     )
     quarantine.check_quarantine(entries, prepared.catalogue)
-    log(
-        "\n".join(
-            [f"repro: {prepared.headline()}", *(f"note: {note}" for note in prepared.notes())]
-        )
-    )
+    notes = [f"note: {note}" for note in prepared.notes()]
+    log("\n".join([f"repro: {prepared.headline()}", *notes]))
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
-    from repro_matrix.report.render import write_run_page  # imports Jinja
-
     stop = threading.Event()
     with (
         workspace.folder(prepared, texts, resumed) as finish,
@@ -87,21 +83,34 @@ def run_selection(
             prepared, progress.event, stop, args.resume, progress.warn, with_canary=page
         )
         finish(summary)
-    today, cases = datetime.now(timezone.utc).date(), prepared.catalogue.cases
-    rows = [
-        row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))
-    ]
+    return _report(args, prepared, summary, entries, every_variant, page)
+
+
+def _report(
+    args: options.Arguments,
+    prepared: session.Session,
+    summary: RunTotals,
+    entries: Sequence[quarantine.Quarantine],
+    every_variant: bool,
+    page: bool,
+) -> int:
+    """Compare the results with what is expected, print them and return the exit code."""
+    from repro_matrix.report.render import write_run_page  # imports Jinja
+
+    today = datetime.now(timezone.utc).date()
+    cases, folder = prepared.catalogue.cases, results_folder(prepared.settings)
+    rows = []
+    for document in summary.documents:
+        rows += rows_of(document, cases, str(document.get("path", "")))
     rows = quarantine.mark_rows(rows, entries, today)
     expired = quarantine.expired(rows, entries, today)
-    folder = results_folder(prepared.settings)
     since = since_last_passing(folder, rows, cases)
     rows = quarantine.mark_rows(against_history(rows, since), entries, today)
     head = headline(rows, cases, since)
     if summary.problem:
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
-        head = replace(
-            head, incomplete=f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}"
-        )
+        stopped = f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}"
+        head = replace(head, incomplete=stopped)
     short = prepared.shortfall()
     code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
     code = code or (ExitCode.USAGE if expired else ExitCode.OK)
@@ -110,10 +119,8 @@ def run_selection(
     written = write_run_page(folder) if page else None
     if args.json:
         records = [variant_record(cell, row) for cell in cells_of(rows) for row in cell.rows]
-        totals = {
-            **run_summary.totals(prepared, summary, head),
-            "page": str(written) if written else None,
-        }
+        totals = run_summary.totals(prepared, summary, head)
+        totals["page"] = str(written) if written else None
         print_json({"rows": records, "summary": totals})
     else:
         print_lines(
@@ -122,20 +129,16 @@ def run_selection(
         print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
         if not args.json:
-            print(
-                f"exit code {int(summary.problem.exit_code)}: stopped before everything was"
-                " measured"
-            )
+            number = int(summary.problem.exit_code)
+            print(f"exit code {number}: stopped before everything was measured")
         raise summary.problem
     if summary.interrupted:
         log("interrupted: --resume continues with what is missing")
-    if summary.interrupted or for_git:
-        return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
+        return ExitCode.INTERRUPTED
+    if "--bisect-exit" in args.given:
+        return bisect_exit(rows)
     for text in (*expired, *short):
         log(f"repro: {text}")
     text = run_summary.exit_line(code, head, summary, not_committed())
-    if args.json:
-        log(f"repro: {text}")
-    else:
-        print(text)
+    log(f"repro: {text}") if args.json else print(text)
     return code

@@ -1,14 +1,18 @@
-"""`repro new SLUG`: write the first files of a case. You add the trigger. Nothing is
-overwritten."""
+"""Write the first files of a case: YAML with a proposed signature, and a script.
+
+You add the trigger to the script. No file is overwritten.
+"""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from typing import Any
 
+import click
+
 from repro_matrix.authoring import draft
+from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.match.keywords import SignatureIndex
@@ -17,20 +21,22 @@ from repro_matrix.match.lines import read_lines
 from repro_matrix.match.scan import scan
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("slug", metavar="SLUG", help="the case's name: lower case, with hyphens")
-    text = "propose the signature of the first error in a training log"
-    parser.add_argument("--from-log", metavar="LOG", help=text)
-    parser.add_argument(
-        "--like",
-        metavar="CASE",
-        help="copy flags, variants, axes, checks and script of another case",
-    )
-    text = "no error, wrong numbers: the check that fails (updates, loss ...)"
-    parser.add_argument("--silent", metavar="CHECK", help=text)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument("slug", help="the case's name: lower case, with hyphens")
+@click.option(
+    "--from-log", metavar="LOG", help="propose the signature of the first error in a training log"
+)
+@click.option(
+    "--like",
+    metavar="CASE",
+    help="copy flags, variants, axes, checks and script of another case",
+)
+@click.option(
+    "--silent",
+    metavar="CHECK",
+    help="no error, wrong numbers: the check that fails (updates, loss ...)",
+)
+def main(args: options.Arguments) -> int:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
         raise ConfigError(
             f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens."

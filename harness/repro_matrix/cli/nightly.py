@@ -20,14 +20,15 @@ last passing run are missing
 
 from __future__ import annotations
 
-import argparse
 import re
 from datetime import datetime, timezone
 from pathlib import Path
 
+import click
+
 from repro_matrix.baseline import quarantine
 from repro_matrix.changes import nightly
-from repro_matrix.changes.sides import load_folder
+from repro_matrix.changes.sides import join_sides, load_folder
 from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
@@ -38,35 +39,57 @@ from repro_matrix.results import runs
 from repro_matrix.runner import session
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
-    add("--history", metavar="DIR", required=True, help="where the history of runs is stored")
-    add(
-        "--run-id",
-        type=_run_id,
-        metavar="ID",
-        help="the id of this run (default: today's date, e.g. 2026-11-22)",
-    )
-    help_text = (
-        "the worst exit code of the runs, where it says more than their results: a lost GPU, an"
-        " interruption"
-    )
-    add("--run-exit-code", type=options.number_type(0), default=0, metavar="N", help=help_text)
-    help_text = "the lock file of a floating stack tonight"
-    add("--lock", type=_lock, action="append", default=[], metavar="STACK=FILE", help=help_text)
-    add(
-        "--bisect-time",
-        default="0s",
-        metavar="TIME",
-        help="time for all bisections, e.g. 30m (default: none)",
-    )
-    add("--issues", metavar="DIR", help="where to write issues (default: DIR/issues of --history)")
-    add("--acknowledged", metavar="FILE", help="changes that are handled and do not count")
-    add("--page", default="", metavar="URL", help="the address of tonight's report")
+def _run_id(text: str) -> str:
+    if not text.strip() or "/" in text or text.startswith("."):
+        raise click.BadParameter(
+            f"{text!r} is not a valid id. Use a name without /, e.g. 2026-11-22."
+        )
+    return text
 
 
-def main(args: argparse.Namespace) -> int:
+def _lock(text: str) -> tuple[str, Path]:
+    stack, equals, path = text.partition("=")
+    if not equals:
+        raise click.BadParameter(f"{text!r} is not STACK=FILE, e.g. newest=/cache/locks/newest.txt")
+    return stack, Path(path)
+
+
+@options.command
+@click.argument("folders", nargs=-1, required=True, metavar="RESULTS...", help="tonight's results")
+@click.option("--history", metavar="DIR", required=True, help="where the history of runs is stored")
+@click.option(
+    "--run-id",
+    type=_run_id,
+    metavar="ID",
+    help="the id of this run (default: today's date, e.g. 2026-11-22)",
+)
+@click.option(
+    "--run-exit-code",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="the worst exit code of the runs, where it says more than their results: a lost GPU, an"
+    " interruption",
+)
+@click.option(
+    "--lock",
+    type=_lock,
+    multiple=True,
+    metavar="STACK=FILE",
+    help="the lock file of a floating stack tonight",
+)
+@click.option(
+    "--bisect-time",
+    default="0s",
+    metavar="TIME",
+    help="time for all bisections, e.g. 30m (default: none)",
+)
+@click.option(
+    "--issues", metavar="DIR", help="where to write issues (default: DIR/issues of --history)"
+)
+@click.option("--acknowledged", metavar="FILE", help="changes that are handled and do not count")
+@click.option("--page", default="", metavar="URL", help="the address of tonight's report")
+def main(args: options.Arguments) -> int:
     seconds = (
         0.0
         if args.bisect_time == "0s"
@@ -80,39 +103,23 @@ def main(args: argparse.Namespace) -> int:
     quarantine.check_quarantine(entries, catalog.load())
     folders = [runs.last_run(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
-    sides = [load_folder(folder) for folder in folders]
-    print_notes([note for side in sides for note in side.notes])
-    name, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
-    report = nightly.finish_night(
-        name, sides, folders, history, entries, today, code, locks, handled
+    side = join_sides(", ".join(map(str, folders)), map(load_folder, folders))
+    print_notes(side.notes)
+    run_id = args.run_id or str(today)
+    night = nightly.Night(
+        run_id, side, today, entries, args.run_exit_code, dict(args.lock), handled
     )
+    report = nightly.finish_night(night, history)
     print_notes(report.notes)
-    bisections = nightly.Bisections(history, report.run_id, seconds)
-    target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
+    bisections = nightly.Bisections(history, run_id, seconds)
+    target = Path(args.issues).expanduser() if args.issues else history / "issues" / run_id
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
-        title, text = to_issue(changes, report.run_id, args.page, reports)
+        title, text = to_issue(changes, run_id, args.page, reports)
         load.write_report(target / f"{case}.md", text)
         print(f"{title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code
-
-
-def _run_id(text: str) -> str:
-    if not text.strip() or "/" in text or text.startswith("."):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid id. Use a name without /, e.g. 2026-11-22."
-        )
-    return text
-
-
-def _lock(text: str) -> tuple[str, Path]:
-    stack, equals, path = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not STACK=FILE, e.g. newest=/cache/locks/newest.txt"
-        )
-    return stack, Path(path)
 
 
 def _digests(file: str | None) -> set[str]:

@@ -1,258 +1,315 @@
-"""What the arguments of commands have in common: the parser, overrides in Hydra's grammar, a script
-instead of a case.
+"""Declare the arguments that commands share, and read what they say about stacks and cases.
 
-``args.overrides`` are axes and settings, ``args.words`` is the command line as it was typed. What a
-script needs is
-imported when one is given.
+A command is a function with click's decorators. It gets ``Arguments``; ``args.overrides`` are axes
+and settings in Hydra's grammar. cli/script_arguments.py reads the arguments of a user's script.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import os
-import re
-import shlex
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from repro_matrix.config.selection import GROUPS
-from repro_matrix.config.settings import RunSettings, compose_run
+import click
+from click.core import ParameterSource
+
+from repro_matrix.config.selection import GROUPS, parse_overrides
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.paths import CONFIG_PATH
-from repro_matrix.text import log, wrap
+from repro_matrix.search.algorithms import Stopped
+from repro_matrix.text import log
 
 if TYPE_CHECKING:
-    from repro_matrix.compare.consistency import Configuration
     from repro_matrix.config.schema import Case
-    from repro_matrix.runner.adhoc_case import Script
-    from repro_matrix.runner.script_failure import ScriptFailure
     from repro_matrix.runner.session import Request
-    from repro_matrix.search.algorithms import Stopped
-    from repro_matrix.search.script_prober import ScriptProber
 
-OVERRIDES = (
-    "select and configure (Hydra's syntax): case=qwen15-* model=a,b strategy=fsdp flags.call=root"
-    " repeat=3 jobs=2 hardware=cpu; +matrix=seeds is a matrix of conf/matrix"
-)
 SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fields))
-TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
-# Option of a script -> the function of runner/script_failure.py that reads the failure it
-# describes.
-FAILURES = {
-    "error": "error",
-    "log": "failure_in_log",
-    "exit": "failure_by_exit_code",
-    "hang": "hang",
-    "metric": "metric",
-}
+OPTIONS = "Options"  # the section of the help for options that do not name one
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError."""
+class Arguments(SimpleNamespace):
+    """The arguments of a command, by name."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        text = (
-            "a folder of your own cases, models, stacks ... beside conf/; REPRO_CONFIG_PATH sets it"
-            " for all commands"
+
+class Option(click.Option):
+    """An option with the title of its section of the help."""
+
+    def __init__(self, *args: Any, section: str = OPTIONS, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.section = section
+
+
+class Choice(click.Choice[str]):
+    """A choice whose errors suggest the nearest one."""
+
+    def convert(self, value: str, param: Any, ctx: Any) -> str:
+        if value not in self.choices:
+            self.fail(f"{value!r} is not valid{nearest(value, self.choices)}", param, ctx)
+        return value
+
+
+class Command(click.Command):
+    """A command that gets its arguments as one object.
+
+    Besides the declared arguments these are ``line``, the whole command line; ``given``, the
+    options that the user gave, each with its section of the help; and ``command``, a user's command
+    line after ``--``, of a command that takes scripts.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        line, cut = [*ctx.command_path.split(), *args], len(args)
+        if "--" in args and any(param.name == "script_args" for param in self.params):
+            cut = args.index("--")
+            if args[cut:] == ["--"]:
+                raise ConfigError(
+                    "No command after --. Write one, such as torchrun --nproc-per-node 2 train.py."
+                )
+        rest = super().parse_args(ctx, args[:cut])
+        typed = ParameterSource.COMMANDLINE
+        given = {
+            param.opts[0]: getattr(param, "section", OPTIONS)
+            for param in self.params
+            if isinstance(param, click.Option) and ctx.get_parameter_source(param.name) is typed
+        }
+        ctx.params |= {"line": line, "given": given, "command": args[cut + 1 :]}
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        assert self.callback
+        try:
+            return self.callback(Arguments(**ctx.params))
+        except Stopped as error:
+            reason = str(error).rstrip(".")
+            log(f"stopped: {reason}. The probes are stored; the same command continues.")
+            return error.exit_code
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections = defaultdict(list)
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option):
+                title = getattr(param, "section", OPTIONS)
+                sections[title].append(param.get_help_record(ctx) or ("", ""))
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+# Declarations
+
+
+def as_written(text: str | None) -> str:
+    """Return a docstring as a help text whose lines click does not wrap again."""
+    return f"\b\n{text or ''}".replace("\n\n", "\n\n\b\n")
+
+
+def command(main: Callable[[Any], int]) -> click.Command:
+    """Return a module's command. Its help is the docstring of the module."""
+    text = as_written(sys.modules[main.__module__].__doc__)
+    return click.command(cls=Command, help=text, context_settings=CONTEXT)(config_dir(main))
+
+
+def explain(error: click.UsageError) -> str:
+    """Return what is wrong with a command line, with the nearest name of an unknown option."""
+    context = error.ctx
+    if not context:
+        return error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        params = context.command.get_params(context)
+        known = [name for param in params for name in param.opts if name.startswith("--")]
+        if any(param.name == "overrides" for param in params):
+            known += SETTINGS
+        return f"unknown option {error.option_name}{nearest(error.option_name, known)}"
+    text = error.format_message().rstrip(".")
+    return f"{text} (`{context.command_path} --help` shows the arguments)"
+
+
+def _add_config_dir(ctx: click.Context, param: click.Parameter, folder: str | None) -> None:
+    """Put the folder before the other configuration folders. Raise ConfigError."""
+    if folder is None:
+        return
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ConfigError(
+            f"--config-dir {path}: no such folder. Use one that holds case/, model/, matrix/ ..."
         )
-        self.add_argument("--config-dir", metavar="DIR", help=text)
-
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file, flush=True)  # argparse ignores a full disk
-
-    def error(self, message: str) -> NoReturn:
-        if message.endswith(
-            "expected one argument"
-        ):  # argparse takes a value that begins with a dash for an option
-            option = message.removeprefix("argument ").partition(":")[0]
-            message += f". Write a value that begins with a dash as {option}=-VALUE."
-        raise ConfigError(f"{message} (`{self.prog} --help` shows the arguments)")
+    folders = [str(path.resolve()), *os.environ.get(CONFIG_PATH, "").split(os.pathsep)]
+    os.environ[CONFIG_PATH] = os.pathsep.join(filter(None, dict.fromkeys(folders)))
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that does not break names of options at their hyphens."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return wrap(text, "", 0, width, None)
+def together(*declarations: Any) -> Any:
+    """Return a declaration of several arguments."""
+    return lambda main: reduce(lambda inner, add: add(inner), reversed(declarations), main)
 
 
-# For configure
+def flag(name: str, help: str, **attributes: Any) -> Any:
+    return click.option(name, is_flag=True, help=help, cls=Option, **attributes)
 
 
-def case(
-    parser: argparse.ArgumentParser, text: str = "the name of a case (`repro list` shows them)"
-) -> None:
-    parser.add_argument("case", metavar="CASE", help=text)
+config_dir = click.option(
+    "--config-dir",
+    metavar="DIR",
+    expose_value=False,
+    is_eager=True,
+    callback=_add_config_dir,
+    help="a folder of your own cases, models, stacks ... beside conf/; REPRO_CONFIG_PATH sets it"
+    " for all commands",
+)
+json = flag("--json", "print JSON with stable keys")
+case = click.argument("case", metavar="CASE", help="the name of a case (`repro list` shows them)")
+overrides = click.argument(
+    "overrides",
+    nargs=-1,
+    metavar="[OVERRIDE]...",
+    help="select and configure (Hydra's syntax): case=qwen15-* model=a,b strategy=fsdp"
+    " flags.call=root repeat=3 jobs=2 hardware=cpu; +matrix=seeds is a matrix of conf/matrix",
+)
 
-
-def case_or_script(parser: argparse.ArgumentParser) -> None:
-    """Add the case or script, the overrides, and the options of a script. A command after -- is a
-    script, too."""
-    text = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
-    parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
-    parser.set_defaults(command=())
-    overrides(parser)
-    script(parser)
-
-
-def script(parser: argparse.ArgumentParser) -> None:
-    add = add_launch_options(parser).add_argument
-    text = (
-        "when the script ends: parameters are equal on all ranks (replicas), parameters and"
-        " gradients are finite, samples are disjoint and complete (data); may be repeated"
-    )
-    add(
+_of_script = partial(
+    click.option,
+    cls=Option,
+    section="A script of your own (./train.py, or a command line after --)",
+)
+launch = together(
+    _of_script("--nproc", type=click.IntRange(1), metavar="N", help="ranks (default: 2)"),
+    _of_script(
+        "--args",
+        "script_args",
+        multiple=True,
+        callback=lambda ctx, param, texts: " ".join(texts),
+        metavar="ARGS",
+        help="an argument of the script, or several in quotes; may be repeated: --args --bf16"
+        " --args '--lr 1e-4'",
+    ),
+    _of_script("--module", is_flag=True, help="the first argument is a module, as of python -m"),
+)
+_script = together(
+    launch,
+    _of_script(
         "--check",
-        action="append",
-        default=[],
-        choices=("replicas", "finite", "data"),
-        dest="checks",
-        help=text,
-    )
-    add(
+        "checks",
+        multiple=True,
+        type=Choice(("replicas", "finite", "data")),
+        help="when the script ends: parameters are equal on all ranks (replicas), parameters and"
+        " gradients are finite, samples are disjoint and complete (data); may be repeated",
+    ),
+    _of_script(
         "--error",
         metavar="'TYPE: REGEX'",
         help="the failure: an exception of the ranks that failed first",
-    )
-    add("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
-    add("--exit", type=int, metavar="CODE", help="the failure: a rank ends with this code")
-    add("--hang", type=_seconds, metavar="SECONDS", help="the failure: it has not ended by then")
-    text = (
-        "the failure: 'loss > 3.2', of the last such number printed (NAME: 3.4, JSON lines, or"
-        " /REGEX (GROUP)/)"
-    )
-    add("--metric", metavar="'NAME > X'", help=text)
-
-
-def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add how a script is started."""
-    group = parser.add_argument_group(
-        "a script of your own (./train.py, or a command line after --)"
-    )
-    group.add_argument("--nproc", type=number_type(1), metavar="N", help="ranks (default: 2)")
-    text = (
-        "an argument of the script, or several in quotes; may be repeated: --args --bf16 --args"
-        " '--lr 1e-4'"
-    )
-    group.add_argument(
-        "--args", action="append", default=[], metavar="ARGS", dest="script_args", help=text
-    )
-    group.add_argument(
-        "--module", action="store_true", help="the first argument is a module, as of python -m"
-    )
-    return group
-
-
-def trace(parser: argparse.ArgumentParser) -> None:
-    """Add what is traced of a training (launch/worker/tracer)."""
-    add = parser.add_argument_group("what is compared").add_argument
-    add(
+    ),
+    _of_script(
+        "--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns"
+    ),
+    _of_script("--exit", type=int, metavar="CODE", help="the failure: a rank ends with this code"),
+    _of_script(
+        "--hang",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="the failure: it has not ended by then",
+    ),
+    _of_script(
+        "--metric",
+        metavar="'NAME > X'",
+        help="the failure: 'loss > 3.2', of the last such number printed (NAME: 3.4, JSON lines,"
+        " or /REGEX (GROUP)/)",
+    ),
+)
+case_or_script = together(
+    click.argument(
+        "case",
+        required=False,
+        metavar="[CASE|SCRIPT]",
+        help="the case's slug (`repro list` shows them), or a script of your own: ./train.py",
+    ),
+    overrides,
+    json,
+    _script,
+)
+_of_trace = partial(click.option, cls=Option, section="What is compared")
+numbers = partial(_of_trace, "--numbers")
+trace = together(
+    _of_trace(
         "--steps",
-        type=number_type(1),
+        metavar="N",
+        type=click.IntRange(1),
         default=3,
-        metavar="N",
         help="trace N steps (default: 3), then end the script",
-    )
-    add(
+    ),
+    _of_trace(
         "--from-step",
-        type=number_type(0),
-        default=0,
         metavar="N",
+        type=click.IntRange(0),
+        default=0,
         help="the first of them (default: 0)",
-    )
-
-
-def vary(parser: argparse.ArgumentParser) -> None:
-    """Add what must not change the numbers of a script (compare/consistency.py)."""
-    add = parser.add_argument_group("a script against itself").add_argument
-    text = (
-        "arguments that must not change the numbers: '--batch {8,2} --acc {1,4}' or --checkpoint;"
-        " may be repeated"
-    )
-    add("--vary", action="append", default=[], metavar="ARGS", help=text)
-    add(
+    ),
+)
+_of_itself = partial(click.option, cls=Option, section="A script against itself")
+vary = together(
+    _of_itself(
+        "--vary",
+        multiple=True,
+        metavar="ARGS",
+        help="arguments that must not change the numbers: '--batch {8,2} --acc {1,4}' or"
+        " --checkpoint; may be repeated",
+    ),
+    _of_itself(
         "--ranks",
         metavar="N,N",
         help="numbers of ranks that must not change them: 1,2 or '1,2 --batch {8,4}'",
-    )
-
-
-def overrides(parser: argparse.ArgumentParser, json: bool = True) -> None:
-    """Add the overrides, and --json for a command that answers a question."""
-    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=OVERRIDES)
-    if json:
-        parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
-
-
-def number_type(least: int) -> Callable[[str], int]:
-    """Return an option's type: a whole number of at least ``least``."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-        return int(text)
-
-    return read
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"\d*\.?\d+", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return float(text)
+    ),
+)
 
 
 # For main
 
 
 def one_stack(
-    args: argparse.Namespace, refused: Mapping[str, str] | None = None
+    args: Arguments, refused: Mapping[str, str] | None = None
 ) -> tuple[str | None, list[str]]:
-    """Return the value of ``stack=`` and the other overrides. ``refused``: names that the command
-    does not take -> the reason. Raises ConfigError."""
-    refused = {
+    """Return the value of ``stack=``, or None, and the other overrides. Raise ConfigError.
+
+    ``refused``: keys that the command does not take -> the reason.
+    """
+    reasons = {
         "matrix": "named matrices are for `repro matrix`, list and doctor",
         **(refused or {}),
     }
-    found, rest = None, []
-    for text in args.overrides:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        reason = refused.get(name.lstrip("+~").split(".")[0])
-        if reason or not equals:
-            raise ConfigError(f"{text!r}: {reason or 'is not NAME=VALUE'}")
-        if name != "stack":
-            rest.append(text)
-        elif found or not value:
-            raise ConfigError("stack= is given twice" if found else "stack=: a value is missing")
-        else:
-            found = (
-                value[1:-1]
-                if len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-                else value
-            )
-    return found, rest
+    selection = parse_overrides(args.overrides)
+    for key, text in selection.words:
+        if key in reasons:
+            raise ConfigError(f"{text!r}: {reasons[key]}")
+    if selection.stack[1:] or not selection.stack[0]:
+        raise ConfigError(f"stack={','.join(selection.stack)}: name one stack.")
+    stack = selection.stack[0] if "stack" in selection.given else None
+    return stack, [text for key, text in selection.words if key != "stack"]
 
 
-def case_of(
-    args: argparse.Namespace, refused: Mapping[str, str] | None = None
-) -> tuple[Case, Request, str]:
+def case_of(args: Arguments, refused: Mapping[str, str] | None = None) -> tuple[Case, Request, str]:
     """Return a search's case, the request, and the stack's specification: as given, else where the
     case fails.
     ``refused`` as for ``one_stack``. Raises ConfigError, also for options of a script."""
     from repro_matrix.runner.session import make_request
     from repro_matrix.search.prober import one_case
 
-    refuse(args)
+    refuse_script_options(args)
     stack, texts = one_stack(args, refused)
     case = one_case(named_case(args.case))
-    return (
-        case,
-        make_request([f"case={args.case}", *texts]),
-        stack or case.requires.stack or "current",
-    )
+    request = make_request([f"case={args.case}", *texts])
+    return case, request, stack or case.requires.stack or "current"
+
+
+def refuse_script_options(args: Arguments) -> None:
+    """Raise ConfigError where options of a script are given without one."""
+    for name, section in args.given.items():
+        if section != OPTIONS:
+            raise ConfigError(f"{name} is for a script of your own. Write a script as ./train.py.")
 
 
 def named_case(case: str | None) -> str:
@@ -292,250 +349,3 @@ def stack_of(side: str, text: str, base: str, package: str) -> str:
         text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
     check_stack(side, text)
     return text
-
-
-def stopped(error: Stopped) -> int:
-    """Print why a search ended early, and return its exit code."""
-    reason = str(error).rstrip(".")
-    log(f"stopped: {reason}. The probes are stored; the same command continues.")
-    return error.exit_code
-
-
-# For main, if a script is given
-
-
-def names_script(args: argparse.Namespace) -> bool:
-    """Return whether the command's first argument is a script, not a case."""
-    from repro_matrix.runner.adhoc_case import is_script
-
-    return bool(getattr(args, "command", None)) or args.module or is_script(args.case or "")
-
-
-def _failures(args: argparse.Namespace) -> list[str]:
-    named = [name for name in FAILURES if getattr(args, name, None) is not None]
-    return [*named, *(["numbers"] if getattr(args, "numbers", False) else [])]
-
-
-def refuse(args: argparse.Namespace) -> None:
-    """Raise ConfigError where options of a script are given without one."""
-    others = {"check": args.checks, "nproc": args.nproc, "args": args.script_args}
-    others |= {name: getattr(args, name, None) for name in ("vary", "ranks")}
-    if names := [*_failures(args), *(name for name, value in others.items() if value)]:
-        raise ConfigError(
-            f"--{names[0]} is for a script of your own. Write a script as ./train.py."
-        )
-
-
-def _failure_of(args: argparse.Namespace) -> ScriptFailure:
-    from repro_matrix.runner import script_failure
-
-    names = _failures(args)
-    if len(names) > 1:
-        raise ConfigError(
-            f"--{names[0]} and --{names[1]} both describe the failure. Give one of them."
-        )
-    if not names or names == ["numbers"]:
-        return script_failure.ScriptFailure()
-    failure: ScriptFailure = getattr(script_failure, FAILURES[names[0]])(getattr(args, names[0]))
-    return failure
-
-
-def script_of(
-    args: argparse.Namespace, needs_limit: bool = True
-) -> tuple[Script, str, RunSettings]:
-    """Return the script, the stack's specification and the run's settings. Raises ConfigError
-    before anything starts.
-
-    ``needs_limit``: a metric without a limit is refused."""
-    from repro_matrix.runner import adhoc_case, script_failure
-
-    if getattr(args, "variant", None):
-        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
-    words = list(getattr(args, "command", None) or ())
-    if words and args.case:
-        args.overrides, args.case = [args.case, *args.overrides], None
-    stack, texts = one_stack(args)
-    for text in texts:
-        if re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0] not in TAKEN:
-            raise ConfigError(
-                f"{text!r} does not apply to a script. Overrides that do: {', '.join(TAKEN)}."
-            )
-    settings = compose_run(texts)
-    if words:
-        if args.script_args:
-            raise ConfigError(
-                "--args goes with a script's name; a command line after -- has its own arguments."
-            )
-        command = adhoc_case.command_of_words(words, args.nproc)
-    else:
-        if not args.case:
-            what = "--module: a module's name" if args.module else "the script's name"
-            raise ConfigError(f"{what} is missing. Write ./train.py, or --module my.train.")
-        command = adhoc_case.command_of_script(
-            args.case, args.nproc or 2, args.script_args, args.module
-        )
-    failure = _failure_of(args)
-    if needs_limit and failure.needs_limit:
-        text = "write NAME > NUMBER; only a bisection can find the limit itself"
-        raise ConfigError(f"--metric {failure.text!r}: {text}.")
-    checks = tuple(sorted(set(getattr(args, "checks", ()))))
-    failure = script_failure.with_checks(failure, checks) if checks else failure
-    env, results = tuple(sorted(settings.env.items())), adhoc_case.script_results(settings.results)
-    deadline = settings.deadline or adhoc_case.DEADLINE_S
-    return (
-        adhoc_case.Script(command, failure, results, deadline, env, checks),
-        stack or "current",
-        settings,
-    )
-
-
-def varies(args: argparse.Namespace) -> bool:
-    """Return whether a script is to be compared with itself. Raises ConfigError: the failure is
-    also described."""
-    given = bool(args.vary or args.ranks)
-    if given and (
-        names := [*_failures(args), *(["check"] if getattr(args, "checks", ()) else [])]
-    ) not in (
-        [],
-        ["numbers"],
-    ):
-        raise ConfigError(
-            f"--vary and --ranks search for a script that contradicts itself: remove --{names[0]}."
-        )
-    return given
-
-
-def with_arguments(
-    args: argparse.Namespace, words: str, nproc: int | None = None
-) -> argparse.Namespace:
-    """Return the arguments of a command for the script with more arguments, and with another number
-    of ranks."""
-    own = copy.copy(args)
-    if getattr(args, "command", None):
-        from repro_matrix.runner.adhoc_case import with_ranks
-
-        own.command = [
-            *(with_ranks(args.command, nproc) if nproc else args.command),
-            *shlex.split(words),
-        ]
-    else:
-        own.nproc, own.script_args = nproc or args.nproc, f"{args.script_args} {words}".strip()
-    return own
-
-
-def configurations(args: argparse.Namespace) -> tuple[list[Configuration], str]:
-    """Return the configurations of --ranks and --vary, else of the Trainer's arguments, and the
-    stack's specification. Raises ConfigError before anything starts."""
-    from repro_matrix.compare import consistency
-
-    axes = [consistency.option_choices("--ranks", args.ranks)] if args.ranks else []
-    axes += [consistency.option_choices("--vary", text) for text in args.vary]
-    script, base, _ = script_of(copy.copy(args))
-    axes = axes or [consistency.option_choices("--ranks", consistency.of_trainer(script))]
-    found = []
-    for chosen in consistency.combinations(axes):
-        words, labels = (
-            " ".join(each.words for each in chosen),
-            (label for each in chosen for label in each.labels),
-        )
-        script, _, _ = script_of(with_arguments(args, words, chosen[0].ranks))
-        found.append(consistency.Configuration(tuple(labels), script))
-    return found, base
-
-
-def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[ScriptProber, str]:
-    """Return the prober of a search with a script, for its failure, its numbers, or whether it
-    contradicts itself, and the stack's specification."""
-    from repro_matrix.search.script_prober import ScriptProber
-
-    script, base, settings = script_of(args, needs_limit)
-    against_itself = varies(args)
-    if not args.numbers and not against_itself:
-        return ScriptProber(script, log, threading.Event(), settings.repeat), base
-    from repro_matrix.compare.two_sides import NumbersProber, Window  # numpy
-
-    window = Window(args.steps, args.from_step)
-    if args.numbers:
-        if getattr(args, "any_change", False) or args.checks or settings.repeat:
-            raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
-        if against_itself and args.numbers is not True:
-            raise ConfigError(
-                "--numbers: remove --vary and --ranks. `repro bisect --numbers` takes both."
-            )
-        return NumbersProber(script, window, log, threading.Event()), base
-    from repro_matrix.compare.consistency import ConsistencyProber
-
-    if settings.repeat:
-        raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
-    given = [f"--ranks={args.ranks}"] * bool(args.ranks) + [f"--vary={text}" for text in args.vary]
-    return ConsistencyProber(configurations(args)[0], given, window, log, threading.Event()), base
-
-
-# For main.py
-
-
-def parse_arguments(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command's arguments; options and overrides may be mixed. Raises ConfigError."""
-    before, command = list(words), []
-    if (
-        "--" in before and parser.get_default("command") is not None
-    ):  # the command takes a user's command line
-        cut = before.index("--")
-        before, command = before[:cut], before[cut + 1 :]
-        if not command:
-            raise ConfigError(
-                "No command after --. Write one, such as torchrun --nproc-per-node 2 train.py."
-            )
-    for option in (
-        "--args",
-        "--good-args",
-        "--bad-args",
-        "--vary",
-    ):  # argparse refuses a value with a dash
-        while option in parser._option_string_actions and option in before[:-1]:
-            place = before.index(option)
-            before[place : place + 2] = [f"{option}={before[place + 1]}"]
-    if any(
-        action.nargs == argparse.PARSER for action in parser._actions
-    ):  # each of its actions has options
-        args = parser.parse_args(before)
-    else:
-        _check_options(parser, before)
-        args = parser.parse_intermixed_args(before)
-    if "script_args" in args:
-        args.script_args = " ".join(args.script_args)
-    if command:
-        args.command = command
-    args.words = list(words)
-    _add_config_dir(args.config_dir)
-    return args
-
-
-def _check_options(parser: Parser, words: Sequence[str]) -> None:
-    """Raise ConfigError for the first option among ``words`` that the command does not take."""
-    known = [
-        name
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--")
-    ]
-    settings = SETTINGS if any(action.dest == "overrides" for action in parser._actions) else ()
-    for option in (word.partition("=")[0] for word in words):
-        if option.startswith("--") and option not in known:
-            raise ConfigError(f"unknown option {option}{nearest(option, [*known, *settings])}")
-
-
-def _add_config_dir(folder: str | None) -> None:
-    """Put the folder of ``--config-dir`` before the other configuration folders. Raises
-    ConfigError."""
-    if folder is None:
-        return
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise ConfigError(
-            f"--config-dir {path}: no such folder. Use one that holds case/, model/, matrix/ ..."
-        )
-    folders = dict.fromkeys(
-        [str(path.resolve()), *os.environ.get(CONFIG_PATH, "").split(os.pathsep)]
-    )
-    os.environ[CONFIG_PATH] = os.pathsep.join(filter(None, folders))

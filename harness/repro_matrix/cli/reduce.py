@@ -1,23 +1,26 @@
-"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the
-failure needs.
+"""Find the smallest trigger of a failure: the settings, model size and ranks that it needs.
 
 Overrides are those of `repro run` (model=, strategy=, flags.<name>=, model.config.<key>=, ranks=,
-repeat=, results= ...), and stack=: where it fails (default: the stack on which the case is known to
-fail; of a script: current). Every probe is a launched attempt, graded by the case's signature or by
-the failure that you describe; the probes are stored, and the same command continues from them. Exit
-code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left.
+repeat=, results= ...), and stack=: a stack on which it fails (default: the stack on which the case
+is known to fail; for a script: current). Every probe is a launched attempt. It is graded by the
+case's signature, or by the failure that you describe. The probes are stored, and the same command
+continues from them. Exit codes: 0 minimal, 2 it does not fail to begin with, 3 no outcome, or no
+attempts are left.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import threading
 from dataclasses import replace
 
+import click
+
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
+from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import in_shell
@@ -27,28 +30,20 @@ from repro_matrix.search.reduce import CaseReduction, ScriptReduction
 from repro_matrix.text import log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    parser.set_defaults(command=None)  # it takes no command after --: it varies --args
-    add = parser.add_argument
-    add("--variant", help="of a case: the variant to reduce (default: the first)")
-    add("--max-probes", type=options.number_type(1), metavar="N", help="launch at most N attempts")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.case_or_script
+@click.option("--variant", help="of a case: the variant to reduce (default: the first)")
+@click.option("--max-probes", type=click.IntRange(1), metavar="N", help="launch at most N attempts")
+def main(args: options.Arguments) -> int:
     stop = threading.Event()
-    search: CaseReduction | ScriptReduction = (
-        _script(args, stop) if options.names_script(args) else _case(args, stop)
-    )
+    search: CaseReduction | ScriptReduction
+    search = _script(args, stop) if scripts.names_script(args) else _case(args, stop)
     with workspace.interruptible(stop, log), search:
-        try:
-            data = search.run()
-        except Stopped as error:
-            return options.stopped(error)
+        data = search.run()
     text = report.render_search("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
     if isinstance(search.ended, Stopped):
-        return options.stopped(search.ended)
+        raise search.ended
     if data["unsure"]:
         log(
             f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command"
@@ -62,13 +57,15 @@ def main(args: argparse.Namespace) -> int:
     return 0 if data["done"] else 3
 
 
-def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
+def _case(args: options.Arguments, stop: threading.Event) -> CaseReduction:
     _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
     return CaseReduction(args.variant, request, _stack(spec), args.max_probes, log, stop)
 
 
-def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
-    script, spec, settings = options.script_of(args)
+def _script(args: options.Arguments, stop: threading.Event) -> ScriptReduction:
+    if args.command:
+        raise ConfigError("reduce varies --args: write ./train.py --args ... instead of --.")
+    script, spec, settings = scripts.script_of(args)
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
     return ScriptReduction(
         script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop

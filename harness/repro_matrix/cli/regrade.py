@@ -1,32 +1,33 @@
-"""`repro regrade [FOLDER | --baseline]`: grade stored evidence anew and report every difference.
+"""Grade stored evidence again; report every verdict that differs.
 
-exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot
+Exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot
 be read.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+import click
+
 from repro_matrix.baseline.accept import regrade_folder
+from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.results import runs, summary
 from repro_matrix.text import counted
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", nargs="?", metavar="FOLDER", help="results of a run (default: the last run)"
-    )
-    parser.add_argument(
-        "--baseline", action="store_true", help="the published results, and their expectations"
-    )
-    parser.add_argument("--write", action="store_true", help="store the computed summary")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "folder",
+    required=False,
+    metavar="[FOLDER]",
+    help="results of a run (default: the last run)",
+)
+@options.flag("--baseline", "the published results, and their expectations")
+@options.flag("--write", "store the computed summary")
+def main(args: options.Arguments) -> int:
     if args.baseline and args.folder:
         raise ConfigError("regrade: FOLDER and --baseline exclude each other. Name one of them.")
     folder = (

@@ -1,17 +1,19 @@
-"""`repro report [RESULTS...]`: show results as a page, a static site, or a file for other programs.
+"""Write results as a page, a static site, JUnit, Markdown or JSON.
 
-Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage error;
-3 less was measured than requested, or evidence cannot be read.
+Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage; 3
+less was measured than requested, or evidence cannot be read.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from pathlib import Path
 
+import click
+
 from repro_matrix.changes.sides import patterns_of
+from repro_matrix.cli import options
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
 from repro_matrix.report import render as load
@@ -22,29 +24,35 @@ from repro_matrix.results import runs
 FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    help_text = (
-        "folders of results (default: the last run); case=, model=, strategy=, stack=, hardware="
-        " select a part"
-    )
-    add("overrides", nargs="*", metavar="RESULTS|OVERRIDE", help=help_text)
-    add("--baseline", action="store_true", help="the published results, alone or with the others")
-    add(
-        "--history",
-        metavar="DIR",
-        help="a folder with nights.jsonl: show what changed over the nightly runs",
-    )
-    add("--format", choices=FORMATS, default="html", help="default: html, one self-contained file")
-    add(
-        "--output",
-        metavar="FILE",
-        help="the file to write; - is stdout, the default of all formats but html",
-    )
-    add("--site", metavar="DIR", help="write a static site: an index, and a page for each case")
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@click.argument(
+    "overrides",
+    nargs=-1,
+    metavar="[RESULTS|OVERRIDE]...",
+    help="folders of results (default: the last run); case=, model=, strategy=, stack=, hardware="
+    " select a part",
+)
+@options.flag("--baseline", "the published results, alone or with the others")
+@click.option(
+    "--history",
+    metavar="DIR",
+    help="a folder with nights.jsonl: show what changed over the nightly runs",
+)
+@click.option(
+    "--format",
+    type=options.Choice(FORMATS),
+    default="html",
+    help="default: html, one self-contained file",
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    help="the file to write; - is stdout, the default of all formats but html",
+)
+@click.option(
+    "--site", metavar="DIR", help="write a static site: an index, and a page for each case"
+)
+def main(args: options.Arguments) -> int:
     gc.freeze()
     # many small objects that all live to the end: looking for garbage doubles the time
     gc.disable()
@@ -106,7 +114,7 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
         )
 
 
-def _target(args: argparse.Namespace, folders: list[Path], root: Path, suffix: str) -> Path | None:
+def _target(args: options.Arguments, folders: list[Path], root: Path, suffix: str) -> Path | None:
     """Return the file to write, or None for stdout. ``suffix``: of the default name. Raise
     ResultsError: it cannot be, or is among the evidence."""
     if args.output == "-" or (args.output is None and args.format != "html"):

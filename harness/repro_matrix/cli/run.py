@@ -1,16 +1,17 @@
-"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it
-is.
+"""Run one case live, with all its variants, or a script of your own as it is.
 
-repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
-A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown.
+  repro run CASE
+  repro run ./train.py
+  repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...    any command line
+Exit codes of a script: 0 passed, 1 it fails, 3 the outcome is unknown.
 """
 
 from __future__ import annotations
 
-import argparse
 import threading
 
 from repro_matrix.cli import matrix, options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
@@ -23,36 +24,30 @@ from repro_matrix.runner import session
 from repro_matrix.text import counted, log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    matrix.run_options(parser)
-    text = (
-        "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128"
-        " or more: an error"
-    )
-    parser.add_argument("--bisect-exit", action="store_true", help=text)
-
-
-def main(args: argparse.Namespace) -> int:
-    if options.names_script(args):
+@options.command
+@options.case_or_script
+@matrix.run_options
+@options.flag(
+    "--bisect-exit",
+    "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or"
+    " more: an error",
+)
+def main(args: options.Arguments) -> int:
+    if scripts.names_script(args):
         return run_script(args)
-    options.refuse(args)
+    options.refuse_script_options(args)
     cases = options.named_case(args.case).split(",")
-    expand(
-        "case",
-        cases,
-        catalog.load().cases,
-        "the first argument of `repro run` is a case or a script",
-    )
+    where = "the first argument of `repro run` is a case or a script"
+    expand("case", cases, catalog.load().cases, where)
     texts = [f"case={args.case}", *args.overrides]
     return matrix.run_selection(args, texts, every_variant=True, live=True)
 
 
-def run_script(args: argparse.Namespace) -> int:
+def run_script(args: options.Arguments) -> int:
     from repro_matrix.runner.adhoc_case import in_shell, known_failures
     from repro_matrix.search.script_prober import describe_probe_result
 
-    script, spec, settings = options.script_of(args)
+    script, spec, settings = scripts.script_of(args)
     request = script.request(spec, settings.repeat)
     case = request.catalogue.cases[script.slug]
     assert isinstance(case, AdhocCase)

@@ -13,8 +13,9 @@ For a script of your own: repro bisect ./train.py --good STACK --bad STACK
 
 from __future__ import annotations
 
-import argparse
 import threading
+
+import click
 
 from repro_matrix.changes import upgrade_answer as upgrade
 from repro_matrix.changes.upgrade import End, Upgrade, compare_stacks
@@ -32,20 +33,19 @@ from repro_matrix.runner.session import Request, make_request
 from repro_matrix.text import list_some, log
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.overrides(parser)
-    add = parser.add_argument
-    help_text = "the stack in use: a name, a lock, a requirements file, python:PATH"
-    add("--from", dest="source", metavar="STACK", required=True, help=help_text)
-    add("--to", dest="target", metavar="STACK", required=True, help="the stack to upgrade to")
-    add(
-        "--measure",
-        action="store_true",
-        help="build both stacks and measure what no stored result tells",
-    )
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.overrides
+@options.json
+@click.option(
+    "--from",
+    "source",
+    metavar="STACK",
+    required=True,
+    help="the stack in use: a name, a lock, a requirements file, python:PATH",
+)
+@click.option("--to", "target", metavar="STACK", required=True, help="the stack to upgrade to")
+@options.flag("--measure", "build both stacks and measure what no stored result tells")
+def main(args: options.Arguments) -> int:
     _, texts = options.one_stack(args, {"stack": "the stacks are --from and --to"})
     request, specs = make_request(texts), (args.source, args.target)
     for file in (parse_stack(spec).file for spec in specs):

@@ -1,21 +1,23 @@
-"""`repro versions CASE`: measure in which releases of a package each variant shows the failure.
+"""Measure in which releases of a package each variant of a case reproduces.
 
 Overrides are those of `repro run` (variants=, model=, strategy=, flags.<name>=, repeat=, results=
 ...), and stack=: the stack whose package is replaced (default: the one on which the case is known
 to fail).
 
-History is not assumed to be monotone. A boundary always lies between two probed releases. Probes
-are stored: the same command continues an interrupted search and repeats no probe.
+History is not assumed to be monotone. A boundary is always between two probed releases. Probes are
+stored: the same command continues an interrupted search and repeats no probe.
 """
 
 from __future__ import annotations
 
-import argparse
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+import click
+
 from repro_matrix.cli import options
+from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.environment.stacks import lock as locks
@@ -34,25 +36,30 @@ if TYPE_CHECKING:
     from repro_matrix.compare.two_sides import NumbersProber
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser)
-    add = parser.add_argument
-    add("--package", default="transformers", help="map its releases (default: transformers)")
-    text = "such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)"
-    add("--range", metavar="FIRST..LAST", help=text)
-    text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
-    add("--samples", type=options.number_type(2), metavar="N", default=8, help=text)
-    add("--max-probes", type=options.number_type(1), metavar="N", help="at most N probes")
-    text = (
-        "the failure of a script: a number of its training differs from those of this release by"
-        " more than rounding"
-    )
-    add("--numbers", metavar="RELEASE|STACK", help=text)
-    options.vary(parser)
-    options.trace(parser)
-
-
-def main(args: argparse.Namespace) -> int:
+@options.command
+@options.case_or_script
+@click.option("--package", default="transformers", help="map its releases (default: transformers)")
+@click.option(
+    "--range",
+    metavar="FIRST..LAST",
+    help="such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(2),
+    metavar="N",
+    default=8,
+    help="releases to probe first (default: 8); every change is then narrowed to neighbours",
+)
+@click.option("--max-probes", type=click.IntRange(1), metavar="N", help="at most N probes")
+@options.numbers(
+    metavar="RELEASE|STACK",
+    help="the failure of a script: a number of its training differs from those of this release by"
+    " more than rounding",
+)
+@options.vary
+@options.trace
+def main(args: options.Arguments) -> int:
     prober, base = _prober(args)
     package = canonical(args.package)
     if not prober.variants:
@@ -76,10 +83,7 @@ def main(args: argparse.Namespace) -> int:
     with workspace.interruptible(prober.stop, log), prober:
         if args.numbers:
             good = options.stack_of("numbers", args.numbers, base, package)
-            try:
-                cast("NumbersProber", prober).measure_good(Target(args.numbers, good))
-            except Stopped as error:
-                return options.stopped(error)
+            cast("NumbersProber", prober).measure_good(Target(args.numbers, good))
         algorithms.version_map(trail, len(names), prober.variants, args.samples)
     stopped = trail.ended if isinstance(trail.ended, Stopped) else None
     data = report.version_map_to_json(prober, base, package, names, trail, points)
@@ -88,12 +92,11 @@ def main(args: argparse.Namespace) -> int:
     if trail.ended is None and all(
         len(variant["segments"]) == 1 for variant in data["variants"].values()
     ):
-        words = ["repro", "versions", *args.words]
-        vary = reworded(words, {"--numbers": good} if args.numbers else {})
-        data["may_depend_on"] = list_causes(prober, [package], words, vary)
+        vary = reworded(args.line, {"--numbers": good} if args.numbers else {})
+        data["may_depend_on"] = list_causes(prober, [package], args.line, vary)
     print_json(data) if args.json else print(report.render_search("versions", data))
     if stopped:
-        return options.stopped(stopped)
+        raise stopped
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
     if trail.ended:
@@ -104,9 +107,9 @@ def main(args: argparse.Namespace) -> int:
     return 3 if trail.ended else 0
 
 
-def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
-    if options.names_script(args):
-        return options.script_prober(args)
+def _prober(args: options.Arguments) -> tuple[Prober, str]:
+    if scripts.names_script(args):
+        return scripts.script_prober(args)
     _, request, base = options.case_of(args)
     return Prober(request, log, threading.Event()), base
 

@@ -1,9 +1,8 @@
-"""results/expected/<case>.yaml: the verdicts that stored measurements showed, as a table. Only
-``read`` reads files.
+"""Define results/expected/<case>.yaml: a table of the verdicts that stored measurements showed.
 
 One line per variant, one column per range: some cells on one hardware over a range of releases. A
 changed verdict is one changed word in a diff. ``repro accept`` writes the whole file; a column's
-cells and the releases at its ends (``measured_at``) name the measurements that support it.
+cells and the releases at its ends (``measured_at``) identify the measurements that support it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ HEAD = (
 
 
 class VersionRange(Strict):
-    """Some cells on one hardware over a range of releases: a column of results/expected."""
+    """Define a column: some cells on one hardware over a range of releases."""
 
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
@@ -32,9 +31,8 @@ class VersionRange(Strict):
     # elsewhere it says nothing of these.
     capabilities: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
-    measured_at: list[dict[str, str]] = Field(
-        min_length=1, max_length=2
-    )  # package -> release, at the range's ends
+    # package -> release, at the range's ends
+    measured_at: list[dict[str, str]] = Field(min_length=1, max_length=2)
     reason: str
 
     @field_validator("versions")
@@ -51,7 +49,7 @@ class VersionRange(Strict):
 
 
 class Expectation(VersionRange):
-    """The verdicts that stored measurements showed there. Written by ``repro accept``."""
+    """Hold the verdicts of one range. Written by ``repro accept``."""
 
     verdicts: dict[str, VerdictName]  # variant -> verdict
     # variant -> how it failed, where its verdict says that something failed; and how ``unfixed``
@@ -59,8 +57,10 @@ class Expectation(VersionRange):
     failure_ids: dict[str, str | list[str]] = {}
 
     def failure_ids_of(self, variant: str) -> list[str] | None:
-        """What the variant may meet; None where that was never written down: then the verdict alone
-        is compared."""
+        """Return the failures that the variant may show.
+
+        None if they were never written down: then the verdict alone is compared.
+        """
         listed = self.failure_ids.get(variant)
         return [listed] if isinstance(listed, str) else listed
 
@@ -80,9 +80,8 @@ class Table(Strict):
     case: str
     ranges: list[VersionRange] = Field(min_length=1)
     verdicts: dict[str, list[VerdictName | None]]  # variant -> by range
-    failure_ids: dict[str, list[str | list[str] | None]] = Field(
-        default={}
-    )  # likewise, where something failed
+    # likewise, where something failed
+    failure_ids: dict[str, list[str | list[str] | None]] = Field(default={})
 
     @model_validator(mode="after")
     def _even(self) -> Table:
@@ -96,7 +95,7 @@ class Table(Strict):
 
     @property
     def expectations(self) -> list[Expectation]:
-        """A column each."""
+        """Return an expectation for each column."""
         found = []
         for index, version_range in enumerate(self.ranges):
             values: dict[str, Any] = version_range.model_dump()
@@ -110,8 +109,10 @@ class Table(Strict):
 
 
 class ExpectedMetric(Strict):
-    """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor
-    * other (``above``)."""
+    """Compare a variant's metric with another variant's.
+
+    ``below``: own <= factor * other; ``above``: own >= factor * other.
+    """
 
     name: str
     below: str | None = None  # name of the other variant
@@ -128,7 +129,10 @@ class ExpectedMetric(Strict):
 
 
 class Prediction(Strict):
-    """What a claim says would be measured. Axes left out match every cell that was measured."""
+    """Hold what a claim predicts for a measurement.
+
+    Axes that are not set match every measured cell.
+    """
 
     variant: str
     case: str | None = None
@@ -174,7 +178,7 @@ class Claim(Strict):
 
 
 def text(slug: str, entries: Iterable[Expectation]) -> str:
-    """The file of a case with these expectations, in their order."""
+    """Return the file of a case with these expectations, in their order."""
     entries = list(entries)
     lines = [f"{HEAD}case: {slug}", "ranges:"]
     for entry in entries:

@@ -1,5 +1,4 @@
-"""Parse overrides (Hydra's grammar) into a selection: axes (commas sweep, globs match), flags,
-patches and settings."""
+"""Parse overrides (Hydra's grammar) into a selection: axes, flags, patches and settings."""
 
 from __future__ import annotations
 
@@ -26,29 +25,28 @@ AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")
 
 @dataclass
 class Selection:
-    """The cells that a command line or a block of a named matrix selects. None: what the case's
-    file lists."""
+    """Hold the cells that a command line or a block of a named matrix selects.
+
+    None: those of the case's file.
+    """
 
     case: list[str] = field(default_factory=lambda: ["*"])
     model: list[str] | None = None
     strategy: list[str] | None = None
     ranks: list[int] | None = None
     stack: list[str] = field(default_factory=lambda: ["current"])
-    hardware: list[str] = field(
-        default_factory=lambda: ["auto"]
-    )  # one cell per profile; auto: where each can run
+    # one cell per profile; auto: where each can run
+    hardware: list[str] = field(default_factory=lambda: ["auto"])
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for compose_run
     given: set[str] = field(default_factory=set)  # the axes that the command line names
-    words: list[tuple[str, str]] = field(
-        default_factory=list, compare=False
-    )  # (key, override as written)
+    # (key, override as written)
+    words: list[tuple[str, str]] = field(default_factory=list, compare=False)
     source: str = ""  # file and name of the block
-    narrows: frozenset[str] = (
-        frozenset()
-    )  # axes of the command line that only narrow what a block's cases list
+    # axes of the command line that only narrow what a block's cases list
+    narrows: frozenset[str] = frozenset()
 
 
 def parse_overrides(overrides: Iterable[str]) -> Selection:
@@ -85,9 +83,8 @@ def parse_overrides(overrides: Iterable[str]) -> Selection:
         else:
             values = [_plain(value)]
         key = override.key_or_group
-        if (
-            key in selection.given or key.removeprefix("flags.") in selection.flags
-        ):  # Hydra would take the last one
+        # Hydra would take the last one
+        if key in selection.given or key.removeprefix("flags.") in selection.flags:
             raise ConfigError(
                 f"override {text!r}: {key}= is given twice; separate values with commas"
             )
@@ -137,8 +134,10 @@ def _plain(value: Any) -> Any:
 
 
 def override_text(key: str, value: Any) -> str:
-    """Write an override that can be pasted into a command line. Values of variables are written
-    literally."""
+    """Write an override that can be pasted into a command line.
+
+    Values of variables are written literally.
+    """
     if key.startswith("env."):
         return f"{key}={value}"
     if isinstance(value, list):
@@ -162,8 +161,10 @@ def _value_text(value: Any) -> str:
 def expand(
     what: str, patterns: Iterable[str], known: Collection[str], where: str = ""
 ) -> list[str]:
-    """Return the known names that match the patterns. Raise ConfigError for a pattern without a
-    match."""
+    """Return the known names that match the patterns.
+
+    Raises ConfigError for a pattern without a match.
+    """
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
@@ -188,8 +189,10 @@ class Block(Strict):
     @field_validator("*", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """Accept a list, one value, or names separated by commas; under ``flags`` a list or one
-        value for each."""
+        """Accept a list, one value, or names separated by commas.
+
+        Under ``flags`` a list or one value for each.
+        """
         if isinstance(value, Mapping):
             return {
                 name: each if isinstance(each, list) else [each] for name, each in value.items()
@@ -200,10 +203,10 @@ class Block(Strict):
 
 
 def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
-    """Return the selections of a named matrix, each with the command line's axes and flags; without
-    one, the line's.
+    """Return the selections of a named matrix, with the command line's axes and flags.
 
-    Raise ConfigError that names the file, the block, the key and the nearest valid choice.
+    Without a matrix, the command line's selection. Raises ConfigError with the file, the block, the
+    key and the nearest valid choice.
     """
     return [_block(name, raw, line) for name, raw in matrix.items()] or [line]
 

@@ -1,5 +1,4 @@
-"""Words that files in conf/ and stored results share, the packages known by name, and the base type
-of every file."""
+"""Define the words of conf/ and stored results, known packages, and the files' base type."""
 
 from __future__ import annotations
 

@@ -31,11 +31,8 @@ SHARE = (
 )
 SPARE = 0.01  # ... and this part of the whole
 WHOLE = 0.9  # what counts as the whole: a few parameters may have no gradient
-COMPUTES = (
-    "training",
-    "inference",
-    "generating",
-)  # what is only loaded or saved may stay on the host
+# what is only loaded or saved may stay on the host
+COMPUTES = ("training", "inference", "generating")
 _HOLDS = {
     "parameters": "holds all parameters",
     "gradients": "holds all gradients",
@@ -44,8 +41,7 @@ _HOLDS = {
 
 
 def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
-    """Return the first reason to doubt that what the variant names took effect; None where there is
-    none."""
+    """Return the first reason to doubt that the variant's settings took effect, or None."""
     strategy = attempt.settings.get("strategy", {})
     invariants = strategy.get("invariants")
     if not invariants:
@@ -64,20 +60,20 @@ def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
 
 
 def unread_change(case: Case, variant: str, attempt: Evidence) -> str | None:
-    """Return which flag or option of the variant no rank has read, for an attempt that failed as
-    the unfixed variant does.
+    """Return the flag or option of the variant that no rank has read, or None.
 
-    A rank that was stopped before it could record what it read may have read it.
+    For an attempt that failed as the unfixed variant does. A rank that was stopped before it could
+    record what it read may have read it.
     """
     recorded = all("read" in rank.record and rank.ended_at is not None for rank in attempt.ranks)
     return _unread(case, variant, attempt) if recorded and attempt.ranks else None
 
 
 def never_on_gpu(case: Case, attempt: Evidence) -> str | None:
-    """Return which rank began the case's body without CUDA, or on a GPU that was not leased to it:
-    it computed elsewhere, whatever it shows.
+    """Return which rank began the case's body without CUDA or on another GPU than its own, or None.
 
-    The kit initializes CUDA before the body, with any backend, and writes the record there.
+    Such a rank computed elsewhere, whatever it shows. The kit initializes CUDA before the body,
+    with any backend, and writes the record there.
     """
     if attempt.accelerator != "cuda" or case.simulated:
         return None
@@ -101,7 +97,7 @@ def _evidence(rank: Rank, what: str) -> list[Effect]:
 
 
 def _process_group(attempt: Evidence) -> str | None:
-    """Every rank was in a process group of all of them, with the backend that was asked for."""
+    """Check that every rank was in a process group of all ranks, with the requested backend."""
     if attempt.world_size < 2:
         return None
     for rank in attempt.ranks:
@@ -124,8 +120,10 @@ def _process_group(attempt: Evidence) -> str | None:
 
 
 def _gpus(case: Case, attempt: Evidence) -> str | None:
-    """It computed on the GPUs that it was given: gloo and a lone process would use the CPU and not
-    fail."""
+    """Check that the attempt computed on its GPUs.
+
+    gloo and a lone process would use the CPU without an error.
+    """
     if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
         return None
     for rank in attempt.ranks:
@@ -181,8 +179,10 @@ def _replicas(strategy: StrategySettings) -> int:
 
 
 def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts: int) -> str | None:
-    """Compare each rank's share of the whole with what was promised; all ranks together must hold
-    it all."""
+    """Compare each rank's share of the whole with the promised one.
+
+    All ranks together must hold the whole.
+    """
     everyone = min(shares) >= WHOLE
     if wanted == "whole":
         low = shares.index(min(shares))
@@ -228,8 +228,10 @@ def _collectives(attempt: Evidence, slug: str, wanted: Iterable[Any]) -> str | N
 
 
 def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
-    """Every rank measured what the pass criteria list, and what any other rank measured, and within
-    its bounds."""
+    """Check that every rank measured the same effects, each within its bounds.
+
+    These are the effects in the pass criteria, and those that any rank measured.
+    """
     measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
     for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
         without = [rank.rank for rank in ranks if not _evidence(rank, name)]
@@ -253,8 +255,7 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
 
 
 def _unread(case: Case, variant: str, attempt: Evidence) -> str | None:
-    """Some rank read every flag and option that the variant, or the cell, sets apart from its
-    default."""
+    """Return a changed flag or option of the variant, or of the cell, that no rank has read."""
     spec = case.variants.get(variant)
     if spec is None:
         return None

@@ -36,7 +36,8 @@ _LABEL = re.compile(
     r"|\[\d+,(?:mpirank:)?(?P<c>\d+)(?:,[\w-]+)?\]<std(?:err|out)>: ?"
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
-    r"|[\w.-]+: (?=\[(?:rank|default)\d)"  # pdsh
+    # pdsh, a pod or a number before torch's own label
+    r"|[^\s=]{1,80}[:|\])>] ?(?=\[(?:rank|default)\d+\]:)"
 )
 _LEARNED = re.compile(
     r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?"
@@ -59,7 +60,7 @@ class Line:
 
 @dataclass
 class Labels:
-    """The prefixes of a log's lines; learns those of another shape."""
+    """Split the prefixes off a log's lines; learn those of another shape."""
 
     learned: dict[str, int | None] = field(default_factory=dict)
     _format: re.Pattern[str] | None = None  # a logger's, before the header of the last traceback
@@ -92,9 +93,11 @@ class Labels:
         return prefix, self.learned[prefix], text[at:]
 
     def _without_format(self, text: str, number: int) -> str:
-        """Return a line without what a logger writes before the header of a traceback, and perhaps
-        before each of the lines that follow. What else stands before the header (a progress bar, a
-        sentence) is no line's."""
+        """Return a line without a logger's format before a traceback's header.
+
+        The logger may write it before each of the lines that follow too. Other text before the
+        header (a progress bar, a sentence) is not before those lines.
+        """
         if (at := text.find(HEADER)) > 0 and text.strip("\"': ").endswith(HEADER):
             self._format = re.compile(re.sub(r"\d+", r"\\d+", re.escape(text[:at])))
         found = (
@@ -128,8 +131,10 @@ MAX_ERRORS = 300  # distinct ones that are listed
 
 @dataclass(frozen=True)
 class Error:
-    """One error of the log; ``record`` is what a rank would have recorded
-    (docs/concepts/evidence.md)."""
+    """Hold one error of the log.
+
+    ``record`` is what a rank would have recorded (docs/concepts/evidence.md).
+    """
 
     line: int  # of its message, else of its beginning
     label: str
@@ -166,7 +171,7 @@ class Error:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What errors have in common that are listed as one."""
+        """Return what errors that are listed as one have in common."""
         where = (
             f"{self.places[-1]['file']}:{self.places[-1]['line']}"
             if self.places
@@ -201,9 +206,8 @@ _BARE = re.compile(
     r"|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
     r"(?:: (?P<message>\S.*)|:?\s*)$"
 )
-_TWICE = re.compile(
-    r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+"
-)  # of two ranks on one line
+# of two ranks on one line
+_TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")
 # What stands above a traceback: where that is cut off, it is all that is left. A warning has frames
 # of C++, too.
 _SIGN = re.compile(
@@ -229,7 +233,7 @@ _LOGGED = re.compile(
 
 @dataclass
 class _Open:
-    """A traceback, or a crash's stack, that is being read."""
+    """Hold a traceback, or a crash's stack, that is being read."""
 
     begun: Line
     number: int  # of its last line
@@ -247,7 +251,7 @@ class _Open:
 
     @property
     def patience(self) -> int:
-        """How many lines after the last one its message may go on."""
+        """Return how many lines after the last one its message may go on."""
         return BETWEEN if self.begun.label else 1
 
     @property
@@ -264,20 +268,20 @@ class _Open:
 
 
 class Errors:
-    """Reads lines; after ``end``, ``found`` has the distinct errors in order, MAX_ERRORS at
-    most."""
+    """Read lines and collect their errors.
+
+    After ``end``, ``found`` has the distinct errors in order, at most MAX_ERRORS.
+    """
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str, str], Error] = {}  # by what they have in common
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
         self._last: dict[str, int] = {}  # label -> the line of its last error
-        self._chained: dict[
-            str, int
-        ] = {}  # label -> the line of the error that the next one is raised from
-        self._ignored: dict[
-            str, int
-        ] = {}  # label -> the line that says that the next traceback is ignored
+        # label -> the line of the error that the next one is raised from
+        self._chained: dict[str, int] = {}
+        # label -> the line that says that the next traceback is ignored
+        self._ignored: dict[str, int] = {}
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
         self.quoted = False  # what is read is a text that quotes a traceback
@@ -285,12 +289,12 @@ class Errors:
 
     @property
     def busy(self) -> bool:
-        """Whether the next line may belong to an error whatever it is."""
+        """Return whether the next line may belong to an error, whatever it contains."""
         return bool(self._open)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a traceback, or a crash's stack, has not ended yet."""
+        """Return whether a traceback, or a crash's stack, has not ended yet."""
         return any(not now.type for now in self._open.values())
 
     def read(self, line: Line) -> bool:
@@ -341,8 +345,10 @@ class Errors:
                 found.type, found.message = bare["type"], [(bare["message"] or "").lstrip(": ")]
 
     def expire(self, number: int) -> None:
-        """List what no line after this number can belong to, so that the lines that follow need not
-        be read."""
+        """List the errors to which no line after this number can belong.
+
+        The lines that follow need not be read then.
+        """
         for label, now in list(self._open.items()):
             if number - now.number > (now.patience if now.type else PATIENCE):
                 self._finish(label)
@@ -509,8 +515,7 @@ class Errors:
 
 
 def _continues(now: _Open, line: Line) -> bool:
-    """Return whether a line belongs to the message of a traceback that has ended; it is added
-    then."""
+    """Add a line to the message of a traceback that has ended, if it belongs to it."""
     text = line.text
     indented = text[:1] in (" ", "\t") and bool(text.strip())
     plain = (

@@ -23,7 +23,7 @@ from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.grading.tracebacks import HEADER, Error, Errors, Labels, Line
 from repro_matrix.match.collectives import Waits
 from repro_matrix.match.keywords import DIGITS, Asked, SignatureIndex
-from repro_matrix.match.lines import separated, unescaped
+from repro_matrix.match.lines import unpack
 
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
@@ -59,8 +59,10 @@ _OR_NEWER = re.compile(
 
 @dataclass
 class Versions:
-    """Package -> release -> the first line that names it. Of two releases of one package neither is
-    known."""
+    """Collect package -> release -> the first line that mentions it.
+
+    If a log mentions two releases of a package, neither is known.
+    """
 
     releases: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -81,8 +83,10 @@ class Versions:
 
     @property
     def known(self) -> dict[str, str]:
-        """The packages of which the log names one release. ``2.2.2`` beside ``2.2.2+cu121`` is
-        one."""
+        """Return the packages with one release in the log.
+
+        ``2.2.2`` and ``2.2.2+cu121`` are one release.
+        """
         known = {}
         for name, releases in self.releases.items():
             full = {
@@ -108,8 +112,10 @@ _SUMMARY = re.compile(r"^\s*(?:rank +: (?P<rank>\d+)|exitcode +: )")
 
 @dataclass
 class ScanSummary:
-    """The ranks that torchrun lists. ``root``: the first that failed; ``rank``: that of the current
-    line."""
+    """Read the ranks that torchrun lists.
+
+    ``root``: the first rank that failed; ``rank``: that of the current line.
+    """
 
     root: int | None = None
     rank: int | None = None
@@ -150,8 +156,7 @@ MAX_FINDINGS = 300
 
 @dataclass(frozen=True)
 class Finding:
-    """A line that shows a kind of failure, outside of a traceback; the first of each rank and
-    kind."""
+    """Describe a line that shows a kind of failure: the first line of each rank and kind."""
 
     line: int
     rank: int | None
@@ -178,8 +183,7 @@ STEPS_BETWEEN = 20  # after an error that was caught, before another one
 
 @dataclass
 class StepProgress:
-    """The last lines that show a step's loss, their texts, the last line that says that training is
-    complete, and the last one that is not empty."""
+    """Follow the progress of a training: its last steps, its end, and the last line."""
 
     steps: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=STEPS))
     first: int = 0
@@ -218,41 +222,45 @@ class StepProgress:
 
     @property
     def since(self) -> int:
-        """The first of the last STEPS steps; 0 where there are fewer."""
+        """Return the line of the first of the last STEPS steps; 0 if there are fewer."""
         return self.steps[0][0] if len(self.steps) == STEPS else 0
 
     @property
     def ended(self) -> bool:
-        """Whether training is complete, or the log shows no step of it."""
+        """Return whether training is complete, or the log shows no step of it."""
         return not self.after(self.done)
 
     def after(self, line: int) -> bool:
-        """Whether a step follows a line."""
+        """Return whether a step follows a line."""
         return bool(self.steps) and self.steps[-1][0] > line
 
     @property
     def complete(self) -> bool:
-        """Whether the log says that training is complete, and no step follows."""
+        """Return whether the log reports that training is complete, and no step follows."""
         return self.done > 0 and self.ended
 
     def buffered(self, line: int) -> bool:
-        """Whether the steps after a line may have been made before it: the first one follows it,
-        and all fit in the buffer of a process."""
+        """Return whether the steps after a line may have been made before it.
+
+        That is, the first step follows the line, and all steps fit in the buffer of a process.
+        """
         size = sum(len(text) + 1 for _, text in self.steps) / max(1, len(self.steps))
         return line < self.first and (self.steps[-1][0] - self.first) * size < BUFFER
 
     @property
     def overcome(self) -> int:
-        """The line of a restart after which training was completed: what stands before it did not
-        end the run."""
+        """Return the line of a restart after which training was completed.
+
+        Errors before it did not end the run.
+        """
         return self.restarted if self.complete and self.after(self.restarted) else 0
 
     def goes_on(self, line: int, later: int) -> bool:
-        """Whether training went on after a line, until another one."""
+        """Return whether training went on after a line, until another one."""
         return sum(line < at < later for at, _ in self.steps) >= STEPS_BETWEEN
 
     def recovered(self, line: int) -> bool:
-        """Whether training went on after a line, and was complete or went on for long."""
+        """Return whether training went on after a line, and was complete or went on for long."""
         return self.since > line or any(line < at < self.done for at, _ in self.steps)
 
 
@@ -265,7 +273,7 @@ REPEATS = 1000  # of the lines that differ in their digits only are parsed, and 
 
 @dataclass(frozen=True)
 class Note:
-    """A line that holds what a signature, or what rules out its other causes, looks for."""
+    """Describe a line that a signature, or what excludes its other causes, looks for."""
 
     line: int
     text: str
@@ -281,16 +289,16 @@ class Scanned:
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     summary: ScanSummary = field(default_factory=ScanSummary)
-    findings: dict[tuple[int | None, str, str], Finding] = field(
-        default_factory=dict
-    )  # by rank, kind and place
+    # by rank, kind and place
+    findings: dict[tuple[int | None, str, str], Finding] = field(default_factory=dict)
     progress: StepProgress = field(default_factory=StepProgress)
     waits: Waits = field(default_factory=Waits)
+    unread: dict[str, int] = field(default_factory=dict)  # why -> the first line that is not read
     world: int = 1  # the largest world size that a line names, outside of errors
 
     @property
     def several_ranks(self) -> bool:
-        """Whether the log shows more than one rank."""
+        """Return whether the log shows more than one rank."""
         ranks = {rank for error in self.errors for rank in error.ranks} | {
             rank or 0 for rank, *_ in self.findings
         }
@@ -313,9 +321,10 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
 
     def read(number: int, raw: str, asked: Asked | None) -> None:
         errors.quoted = HEADER in raw and bool(_QUOTES.search(raw, 0, raw.index(HEADER)))
-        for line in (
-            each for part in unescaped(raw) for each in separated(labels.split(part, number))
-        ):
+        texts, problem = unpack(raw)
+        if problem:
+            found.unread.setdefault(problem, number)
+        for line in (labels.split(text, number) for text in texts):
             taken = errors.read(line) or errors.quoted
             if asked:
                 _note(found, line, asked, errors, taken)
@@ -345,6 +354,8 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
     for number, raw, asked in sorted(skipped.values(), key=itemgetter(0)):
         read(number, raw, asked)
     errors.end()
+    if found.progress.complete:
+        found.unread.clear()  # a quoted error, or one that training went on after
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
     _note_last(
         found, labels.split(*found.progress.last), [each.last for each in errors.found.values()]
@@ -387,8 +398,7 @@ def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool)
 
 
 def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:
-    """Note the line with which the log of a training ends, where it is not complete and nothing
-    else says why."""
+    """Note the last line of a training that is not complete, if no other line explains why."""
     progress, text = found.progress, line.text[:MAX_NOTE]
     shown = max([found.waits.last, *errors, *(each.last for each in found.findings.values())])
     if (progress.done and progress.ended) or not progress.after(shown) or _is_warning(text):
@@ -400,14 +410,14 @@ def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:
 
 
 def _mentions(rule: FailureRule, text: str) -> bool:
-    """Whether a line only mentions a failure: a logger's note, or advice."""
+    """Return whether a line only mentions a failure: a logger's note, or advice."""
     shown = re.search(rule.text, text)
     advice = shown and ADVICE.search(text, 0, shown.start())
     return rule.shows != "end" and bool(advice or (not rule.any_level and _is_noted(rule, text)))
 
 
 def _is_noted(rule: FailureRule, text: str) -> bool:
-    """Whether a logger prints what a line shows as information."""
+    """Return whether a logger prints the content of a line as information."""
     shown = re.search(rule.text, text)
     counts = rule.shows == "peer" or (shown and not rule.any_level)
     end = shown.start() if shown else len(text)

@@ -4,7 +4,7 @@ searches.
 ``latest`` points at the last run; a folder of runs stands for it (``of``). When a run begins, all
 but the last ``KEPT``
 runs are removed, except those that a process writes. Searches have one folder, which is never
-removed. A shard of a run has its manifest in its folder, which `repro merge` checks.
+removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter, ValidationError
 
 from repro_matrix.config import project
 from repro_matrix.config.settings import RunSettings
@@ -38,7 +37,6 @@ from repro_matrix.results.store import (
     MANIFEST,
     SUMMARY,
     UNFINISHED,
-    Store,
     cannot_write,
 )
 from repro_matrix.results.summary import evidence_states, load_rows, stored_rows
@@ -91,6 +89,11 @@ def last_run(folder: Path) -> Path:
     check_latest(folder)
     latest = (folder / LATEST).resolve()
     return latest if (latest / MANIFEST).exists() else found[-1].folder if found else folder
+
+
+def named_folders(text: str) -> list[Path]:
+    """Return the folders of results that ``DIR,...`` lists; a folder of runs means its last run."""
+    return [last_run(Path(part).expanduser()) for part in text.split(",")]
 
 
 def check_latest(root: Path) -> None:
@@ -337,118 +340,3 @@ def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
             }
             found[row.cell_id].append(past)
     return found
-
-
-# Shards of a run (``shard=2/8``)
-
-
-@dataclass(frozen=True)
-class ShardManifest:
-    """``selection``: the overrides that say what is measured. ``repeat``: case -> attempts of a
-    variant. ``cells``: (hardware, stack, cell id). ``changed``: whether files differed from the
-    commit. ``stacks``: their versions."""
-
-    shard: int
-    of: int
-    selection: tuple[str, ...]
-    repeat: Mapping[str, int]
-    cells: tuple[tuple[str, str, str], ...]
-    commit: str | None
-    changed: bool
-    stacks: Mapping[str, Mapping[str, str]]
-
-
-def write_manifest(root: Path, manifest: ShardManifest) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    text = TypeAdapter(ShardManifest).dump_json(manifest, indent=1).decode()
-    write_text(root / f"shard-{manifest.shard}-of-{manifest.of}.manifest", text + "\n")
-
-
-def read_manifest(root: Path) -> ShardManifest:
-    """Return the manifest of a results folder. Raises ResultsError: none, several, or it is
-    damaged."""
-    files = sorted(root.glob("shard-*.manifest")) if root.is_dir() else []
-    if len(files) != 1:
-        raise ResultsError(f"{root}: not the results of one shard. Pass a folder for each shard.")
-    try:
-        return TypeAdapter(ShardManifest).validate_json(files[0].read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ResultsError(f"{files[0]}: damaged: {error}") from None
-
-
-def missing_shards(manifests: Mapping[str, ShardManifest]) -> list[int]:
-    """Return the numbers of the absent shards. ``manifests``: by the folder's name.
-
-    Raises ResultsError where they are not shards of one run: another number of shards, selection,
-    commit or stack; the same shard twice; a cell in two of them.
-    """
-    (first, one), *others = manifests.items()
-    for name, other in others:
-        compared = [
-            (key, getattr(one, key), getattr(other, key))
-            for key in ("of", "selection", "commit", "changed")
-        ]
-        for stack in one.stacks.keys() & other.stacks.keys():
-            before, after = one.stacks[stack], other.stacks[stack]
-            packages = sorted({**before, **after})
-            compared += [
-                (f"stack {stack}: {each}", before.get(each), after.get(each)) for each in packages
-            ]
-        for what, old, new in compared:
-            if old != new:
-                raise ResultsError(
-                    f"not shards of one run: {what} is {old} in {first} and {new} in {name}"
-                )
-    owners: dict[object, str] = {}
-    for name, each in manifests.items():
-        for item in (
-            f"shard {each.shard}/{each.of}",
-            *(f"cell {' '.join(cell)}" for cell in each.cells),
-        ):
-            if item in owners:
-                raise ResultsError(f"{item} is in two folders: {owners[item]} and {name}")
-            owners[item] = name
-    return sorted(set(range(1, one.of + 1)) - {each.shard for each in manifests.values()})
-
-
-def shard_documents(root: Path, manifest: ShardManifest) -> tuple[dict[Path, Document], list[str]]:
-    """Return the shard's complete documents by their path below the folder, and its cells that have
-    none, in words.
-
-    A document counts where it has the shard's commit and versions, and each variant that was not
-    skipped has as many attempts as the selection requires: the folder may also hold what an earlier
-    run left there.
-    """
-    found: dict[Path, Document] = {}
-    lacking: dict[tuple[str, str, str], str] = dict.fromkeys(manifest.cells, "")
-    for document in Store(root).documents():
-        cell = (document["hardware"]["profile"], document["stack"]["name"], document["cell_id"])
-        if cell not in lacking:
-            continue
-        lacking[cell] = _difference(document, manifest)
-        if not lacking[cell]:
-            del lacking[cell]
-            found[Path(document["path"]).relative_to(root)] = document
-    return found, [
-        " ".join(cell) + (f" ({why})" if why else "") for cell, why in sorted(lacking.items())
-    ]
-
-
-def _difference(document: Document, manifest: ShardManifest) -> str:
-    """Return why a document is not what this shard measured; "" where it is."""
-    made: Any = document["provenance"]
-    if (made["git_commit"], made["git_dirty"]) != (manifest.commit, manifest.changed):
-        changed = " with changed files" if made["git_dirty"] else ""
-        return f"measured at another commit: {made['git_commit']}{changed}"
-    versions = manifest.stacks.get(
-        document["stack"]["name"], {}
-    )  # all packages; a document has the relevant ones
-    if not versions or any(
-        versions.get(name) != version for name, version in document["stack"]["versions"].items()
-    ):
-        return "measured with other versions"
-    variants = [variant for variant in document["variants"].values() if not variant["skipped"]]
-    least = manifest.repeat.get(document["case"], 1)
-    if not document["complete"] or any(len(variant["attempts"]) < least for variant in variants):
-        return "not complete"
-    return ""

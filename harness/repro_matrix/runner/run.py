@@ -343,8 +343,6 @@ def execute(
     store = Store(runs.results_folder(session.settings))
     store.open()
     try:
-        if session.shard:
-            runs.write_manifest(store.root, session.shard)
         with contextlib.ExitStack() as opened:
             launcher = session.settings.launcher
             place = shared or opened.enter_context(workplace(launcher, session.gpus, on_warning))

@@ -27,17 +27,15 @@ from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import TORCH, CellPlan, Shard, parse_shard, select_shard
+from repro_matrix.planning.plan import TORCH, CellPlan, parse_shard, select_shard
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
-from repro_matrix.results.runs import ShardManifest
-from repro_matrix.results.store import git_state
 from repro_matrix.text import counted
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-# What may differ between the shards of one run: where the results go, and how a machine works.
-MACHINE_SETTINGS = ("shard", "results", "jobs", "launcher", "order", "min_cells")
+# Overrides that say where and how to measure, not which cells.
+MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells")
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,6 @@ class Session:
     # Of the unavailable stacks, those that are there and whose torch cannot use the GPUs: their
     # variants were selected.
     unusable: set[str] = field(default_factory=set)
-    shard: ShardManifest | None = None  # which shard of a selection this is
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(
         default_factory=list
@@ -432,7 +429,6 @@ def prepare(
     torchless = next((skip for skip in skips if skip and skip.needs == (TORCH,)), None)
     if torchless and all(skips):
         raise MeasureError(torchless.reason)
-    session.shard = _manifest(shard, request, session, cells) if shard else None
     return session
 
 
@@ -459,20 +455,6 @@ def selected_by(line: Selection) -> list[str]:
     """Return the overrides of a command line that say what is measured, and not where or how, as
     they were written."""
     return sorted(text for key, text in line.words if key not in MACHINE_SETTINGS)
-
-
-def _manifest(
-    shard: Shard, request: Request, session: Session, cells: Sequence[Cell]
-) -> ShardManifest:
-    names = sorted((cell.hardware, cell.stack, cell.key) for cell in cells)
-    repeat = {
-        cell.case: session.settings.repeat or session.catalogue.cases[cell.case].repeat
-        for cell in cells
-    }
-    used = sorted({cell.stack for cell in cells} & session.stacks.keys())
-    versions = {name: dict(session.stacks[name].versions) for name in used}
-    selection = tuple(selected_by(request.selections[0]))
-    return ShardManifest(*shard, selection, repeat, tuple(names), *git_state(), versions)
 
 
 def seconds_of(name: str, text: str | None) -> float | None:
