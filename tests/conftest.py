@@ -53,9 +53,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     )
 
 
+# Fixtures that launch ranks: their tests are marked `ranks` here.
+LAUNCHING = {"warm", "launcher", "runs_are_warm"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that launch ranks first: one of them at the end would leave the other cores
     idle."""
+    for item in items:
+        if LAUNCHING.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 

@@ -77,6 +77,7 @@ def mixtures(found: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
+@pytest.mark.slow
 def test_rotary_tables_and_ignored_parameters_are_on_the_gpu(tmp_path: Path) -> None:
     """Two mixtures that this found: what a reference's forward left in the model, and what FSDP
     does not move."""
