@@ -184,7 +184,9 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
     for entry in entries:
         values = entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware}
         items = [
-            f"  {_line({key: values[key]})}" for key in VersionRange.model_fields if key in values
+            f"  {_yaml_line({key: values[key]})}"
+            for key in VersionRange.model_fields
+            if key in values
         ]
         lines += [f"- {items[0].strip()}", *items[1:]]
     for key in ("verdicts", "failure_ids"):
@@ -192,12 +194,12 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
         variants = dict.fromkeys(variant for row in rows for variant in row)
         lines += [f"{key}:"] if variants else []
         lines += [
-            f"  {_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
+            f"  {_yaml_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
         ]
     return "\n".join(lines) + "\n"
 
 
-def _line(item: Mapping[str, Any]) -> str:
+def _yaml_line(item: Mapping[str, Any]) -> str:
     """``key: value`` in one line."""
     dumped = yaml.safe_dump(
         dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False

@@ -266,7 +266,7 @@ def names_end(text: str) -> bool:
     return bool(_EXIT_CODE.search(text) or _SIGNAL.search(text))
 
 
-def _ended(text: str) -> int:
+def _exit_of(text: str) -> int:
     """Return how a process ended: its exit code, the negative number of its signal, or 0."""
     for found in _SIGNAL.finditer(text):
         name = next(filter(None, found.groups()))
@@ -285,7 +285,7 @@ def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRul
     for rule in rules().values() if among is None else among:
         if rule.place == "any_line" and re.search(rule.text, text):
             return rule
-    ended = _ended(text)
+    ended = _exit_of(text)
     if ended == 0:
         return None
     named = (rule for rule in rules().values() if ended in rule.exit_codes)

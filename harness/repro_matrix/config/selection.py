@@ -91,10 +91,10 @@ def parse_overrides(overrides: Iterable[str]) -> Selection:
         selection.words.append((key, text))
         group, _, rest = key.partition(".")
         if key in GROUPS:
-            _select(selection, key, values, text)
+            _set_axis(selection, key, values, text)
             selection.given.add(key)
         elif key == "ranks":
-            selection.ranks = _numbers(values, text)
+            selection.ranks = _rank_numbers(values, text)
             selection.given.add(key)
         elif group == "flags" and rest:
             selection.flags[rest] = values
@@ -110,7 +110,7 @@ def parse_overrides(overrides: Iterable[str]) -> Selection:
     return selection
 
 
-def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
+def _set_axis(selection: Selection, group: str, values: list[Any], text: str) -> None:
     names = [
         str(item) for value in values for item in (value if isinstance(value, list) else [value])
     ]
@@ -119,7 +119,7 @@ def _select(selection: Selection, group: str, values: list[Any], text: str) -> N
     setattr(selection, group, list(dict.fromkeys(names)))
 
 
-def _numbers(values: list[Any], text: str) -> list[int]:
+def _rank_numbers(values: list[Any], text: str) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
@@ -212,7 +212,7 @@ def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
 
 
 def _block(name: str, raw: Any, line: Selection) -> Selection:
-    source = _source(name)
+    source = _block_source(name)
     try:
         block = Block.model_validate(raw or {})
     except ValidationError as error:
@@ -226,7 +226,7 @@ def _block(name: str, raw: Any, line: Selection) -> Selection:
     )
 
 
-def _source(name: str) -> str:
+def _block_source(name: str) -> str:
     """Return ``conf/matrix/seeds.yaml: matrix.seeds`` for messages."""
     for folder in conf_folders(CONF):
         for path in sorted((folder / "matrix").glob("*.yaml")):

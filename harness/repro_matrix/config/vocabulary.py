@@ -57,7 +57,7 @@ class Strict(BaseModel):
     )
 
 
-def _regex(value: str) -> str:
+def _check_regex(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
@@ -65,7 +65,7 @@ def _regex(value: str) -> str:
     return value
 
 
-def _requirement(value: str) -> str:
+def _check_requirement(value: str) -> str:
     try:
         requirements.Requirement(value)
     except requirements.InvalidRequirement as error:
@@ -73,5 +73,5 @@ def _requirement(value: str) -> str:
     return value
 
 
-Regex = Annotated[str, AfterValidator(_regex)]
-Requirement = Annotated[str, AfterValidator(_requirement)]  # torch>=2.4
+Regex = Annotated[str, AfterValidator(_check_regex)]
+Requirement = Annotated[str, AfterValidator(_check_requirement)]  # torch>=2.4

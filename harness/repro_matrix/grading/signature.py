@@ -172,7 +172,9 @@ def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failure
     return None
 
 
-def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+def _failed_check(
+    signature: Signature, rank: Rank, patterns: Patterns, failures: Failures
+) -> str | None:
     for check in rank.checks if rank.done else ():
         if check.name == signature.check and check.failed:
             return f"check {check.name} failed ({check.details})"
@@ -199,7 +201,7 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
 
 
 # The message with which a rank shows a signature of a kind; None when it does not.
-_MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _signal}
+_MATCHERS = {"exception": _exception, "log": _log, "check": _failed_check, "signal": _signal}
 
 
 def _has_frame(wanted: FramePattern, frames: Iterable[CodeLocation]) -> bool:

@@ -24,7 +24,7 @@ from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.grading.tracebacks import Error, without_time
 from repro_matrix.match.collectives import LogHang, cases_like, hang_of
-from repro_matrix.match.errors import as_attempt, located, module_of, raised_by
+from repro_matrix.match.errors import as_attempt, module_of, raised_by, with_installed_frames
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.scan import Finding, Note, Scanned, StepProgress
 
@@ -180,7 +180,7 @@ def _is_general(each: LogFailure | Finding | LogHang) -> bool:
 def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
     """Return the known failures that a log shows."""
     progress = seen.progress
-    answer = LogAnswer(_failures(seen, catalogue), hang=hang_of(seen.waits, progress.since))
+    answer = LogAnswer(_log_failures(seen, catalogue), hang=hang_of(seen.waits, progress.since))
     answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
     serious = [
         each
@@ -201,7 +201,7 @@ def _is_launcher(error: Error) -> bool:
     return bool(_LAUNCHERS.fullmatch(error.type)) and "ninja" not in error.message
 
 
-def _failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
+def _log_failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
     """Return the errors with their known failures, the first cause first and echoes last."""
     raised = [error for error in seen.errors if not _is_launcher(error)]
     # An error that only a lost peer explains is an echo, even if the log does not contain the
@@ -355,7 +355,9 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
 
     if matches(signature, error):
         missing = [_MIXED] if error.mixed else []
-        if error.record and not matches(signature, replace(error, record=located(error.record))):
+        if error.record and not matches(
+            signature, replace(error, record=with_installed_frames(error.record))
+        ):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
     unframed = signature.model_copy(update={"frames": []})
