@@ -275,8 +275,8 @@ def machine(document: CellRecord) -> dict[str, Any]:
     return {**identity, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
 
 
-# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some
-# fixes hold there.
+# -- capabilities: a profile's name is too coarse. For example, some fixes need a CPU that computes
+# fp16.
 
 
 def recorded_capabilities(document: CellRecord) -> dict[str, str | bool]:

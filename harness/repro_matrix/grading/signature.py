@@ -194,7 +194,7 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
         or fatal_signal(rank) != signature.signal
     ):
         return None
-    # Any bug can end in SIGSEGV; declared frames tell which one it was.
+    # Any bug can end in SIGSEGV; declared frames identify the failure.
     if not all(_has_frame(frame, rank.stack_frames) for frame in signature.frames):
         return None
     return f"died of {signature.signal}"

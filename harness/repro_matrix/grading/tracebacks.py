@@ -209,8 +209,8 @@ _BARE = re.compile(
 )
 # of two ranks on one line
 _TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")
-# What stands above a traceback: where that is cut off, it is all that is left. A warning has frames
-# of C++, too.
+# Lines above a traceback: if the log is truncated, they are the only evidence. Warnings can contain
+# C++ frames too.
 _SIGN = re.compile(
     r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame"
     r" #(?P<cpp>\d+): "
@@ -454,7 +454,7 @@ class Errors:
         if not now.frames and (not error["message"] or not _NAMED.search(kind)):
             return False
         if not _NAMED.search(kind):
-            # "Epoch: 3" ends no traceback, unless it stands where one ends.
+            # "Epoch: 3" does not end a traceback, unless it is at the place of an error.
             near = line.number - now.number <= 2 and not now.wants_code
             if not near or not kind.rpartition(".")[2][:1].isupper() or _LOGGED.match(line.text):
                 return False

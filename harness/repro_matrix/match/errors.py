@@ -24,7 +24,7 @@ from repro_matrix.records.attempt import RankRecord as RankLeft
 from repro_matrix.text import list_some
 
 _ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
-# Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
+# Bases of torch's own exceptions, which a log does not show. Those of Python are looked up.
 _BASES = {
     "OutOfMemoryError": ["RuntimeError"],
     "FakeTensorDeviceMismatchError": ["RuntimeError"],

@@ -34,13 +34,13 @@ _LAUNCHERS = re.compile(
     r"|ProcessExitedException|RayTaskError(\(.*\))?|RayActorError|ActorDiedError"
     r"|WorkerCrashedError|TrainingFailedError|SignalException|TuneError|SystemExit)"
 )
-# What may stand before a warning's text: a logger's format.
+# A logger's format before a warning's text.
 _BEFORE = re.compile(
     r"\[[\w.]+\] |"  # transformers 5: the package
     r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
-# Messages of the interpreter, which any program can cause: without a traceback they tell nothing.
+# Messages of the interpreter: any program can cause them, so they need a traceback.
 _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not"
     r" (?:subscriptable|callable|iterable)"
@@ -295,14 +295,14 @@ def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailu
             missing = None if missing is None else (*missing, "raised in the code of another model")
         if missing is None:
             continue
-        if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
+        if signature.kind == "signal":  # any mistake of an unknown script can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
         elif ambiguous_with and not clear:
             missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
         (perhaps if missing else known).append(
             KnownFailure(case.slug, signature.name, error.line, missing)
         )
-    # What has no other cause decides: it comes first.
+    # Failures without another possible cause come first.
     ambiguous = {
         item.case for item in perhaps if any(text.startswith(_AMBIGUOUS) for text in item.missing)
     }
