@@ -57,13 +57,13 @@ AXES = ("model", "strategy", "stack", "world_size", "devices")
 @options.flag("--commands", "show the command of each variant, to run it yourself")
 @options.json
 def main(args: options.Arguments) -> int:
-    request, case = _select(args.case, args.overrides)
+    request, case = _select_case(args.case, args.overrides)
     print_notes(request.left_out)
     prepared, plan = _plan_first_cell(request, case)
     commands = args.commands or bool(prepared.settings.variants)
     predictions = (prediction for claim in case.claims for prediction in claim.predictions)
     rows = runs.rows_of_cases({case.slug, *(each.case for each in predictions if each.case)})
-    variants = list(_variants(prepared, plan, case, rows, commands or args.json))
+    variants = list(_variant_rows(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows)
     shown = [
         row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]
@@ -81,21 +81,23 @@ def main(args: options.Arguments) -> int:
     if sign:
         print_wrapped(textwrap.shorten(f"Symptom: {sign}", SYMPTOM, placeholder=" ..."))
     stack = prepared.stacks.get(plan.cell.stack)
-    _print_variants(_title(request, plan, case), case, variants, stack.versions if stack else {})
+    _print_variants(
+        _table_title(request, plan, case), case, variants, stack.versions if stack else {}
+    )
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
     if claims:
         print_wrapped("", "Claims of the threads, and what stored measurements show")
         terminal.print_lines(terminal.claim_lines(claims, terminal.columns()))
-    print_wrapped("", *_details(case), f"script: {place}", "")
+    print_wrapped("", *_facts(case), f"script: {place}", "")
     about = {"SIMULATED": case.simulated, "Cause": case.summary, "Releases": releases}
     print_wrapped(*(f"{name}: {text}" for name, text in about.items() if text))
     print_wrapped(f"Run it: repro run {case.slug}, or manually: repro show {case.slug} --commands")
     return 0
 
 
-def _select(name: str, words: Sequence[str]) -> tuple[Request, Case]:
+def _select_case(name: str, words: Sequence[str]) -> tuple[Request, Case]:
     """Return the request for one case, by its name or an unambiguous part of it."""
     for again in (word for word in words if word.startswith("case=")):
         raise ConfigError(f"{again}: the case is given already: {name}")
@@ -113,7 +115,7 @@ def _select(name: str, words: Sequence[str]) -> tuple[Request, Case]:
     return replace(request, selections=selections), cases[names[0]]
 
 
-def _title(request: Request, plan: CellPlan, case: Case) -> str:
+def _table_title(request: Request, plan: CellPlan, case: Case) -> str:
     if not case.expect:
         file = f"results/expected/{case.slug}.yaml"
         return f"Ways to run it. Nothing is expected yet: `repro accept` writes {file}."
@@ -127,7 +129,13 @@ def _print_variants(
 ) -> None:
     heads = ["variant", "what it changes", "role", "result", "help"]
     table = [
-        [v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
+        [
+            v["variant"],
+            _changed_settings(case.variants[v["variant"]]),
+            v["role"],
+            _result(v),
+            v["help"],
+        ]
         for v in variants
     ]
     print_wrapped("")
@@ -151,7 +159,7 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
     return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
 
 
-def _expected(
+def _expected_here(
     case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]
 ) -> tuple[str, list[str]]:
     """Return an expected verdict as a run on this machine reports it.
@@ -164,7 +172,7 @@ def _expected(
         return f"by {', '.join(needed)}", []  # known when ranks have run
     if case.kind == "failure" and name == next(iter(case.variants)):
         others = (
-            _expected(case, plan, other, versions) for other in case.variants if other != name
+            _expected_here(case, plan, other, versions) for other in case.variants if other != name
         )
         return next(
             ((OUTCOMES[STATES[verdict]], near) for verdict, near in others if verdict in STATES),
@@ -234,7 +242,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str
         yield "no fix is known to work; see the variants above."
         return
     first, *more = helps
-    yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."
+    yield f"{case.variants[first].help or _changed_settings(case.variants[first])} ({first})."
     if more:
         yield f"Also: {', '.join(more)}."
     yield f"As a folder for an issue: repro export {case.slug} --variant {first}"
@@ -255,7 +263,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     return prepared, prepared.plans[0]
 
 
-def _variants(
+def _variant_rows(
     prepared: Session, plan: CellPlan, case: Case, rows: Sequence[Row], commands: bool
 ) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
@@ -266,7 +274,7 @@ def _variants(
         )
         declared, (expected, near) = (
             case.variants[name],
-            _expected(case, plan, name, stack.versions if stack else {}),
+            _expected_here(case, plan, name, stack.versions if stack else {}),
         )
         yield {
             "variant": name,
@@ -286,7 +294,7 @@ def _variants(
         }
 
 
-def _details(case: Case) -> Iterator[str]:
+def _facts(case: Case) -> Iterator[str]:
     yield f"references: {', '.join(case.references) or 'none'}"
     needs = [
         *case.requires.packages,
@@ -312,7 +320,7 @@ def _details(case: Case) -> Iterator[str]:
         yield f"signature {one.name} ({one.kind}): {' '.join(filter(None, (one.type, detail)))}"
 
 
-def _changes(variant: Variant) -> str:
+def _changed_settings(variant: Variant) -> str:
     values = {
         **variant.flags,
         **variant.options,

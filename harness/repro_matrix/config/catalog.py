@@ -184,7 +184,7 @@ def load(
                 plain[name] = copy.deepcopy(raw)
                 for change in changes:
                     _patch(plain[name], *change)
-                options[name] = _validate(group, plain[name], files[name])
+                options[name] = _validate_option(group, plain[name], files[name])
     _add_expectations(conf, groups["case"])
     catalogue = Catalogue(
         groups["case"],
@@ -224,10 +224,10 @@ def _option(group: str, path: Path, state: tuple[int, ...]) -> tuple[Raw, Any]:
     A search loads the catalogue for each probe, so unchanged files are parsed once.
     """
     raw = read_yaml(path)
-    return raw, _validate(group, raw, path)
+    return raw, _validate_option(group, raw, path)
 
 
-def _validate(group: str, raw: Raw, path: Path) -> Any:
+def _validate_option(group: str, raw: Raw, path: Path) -> Any:
     short = shorten(path)
     if group == "case" and "expect" in raw:
         where = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
@@ -441,7 +441,7 @@ def check_variants(
             _check_options(
                 inherited, names, strategies, f"{path}: variants.{name} inherits options"
             )
-        changed = json.dumps(_changes(case, variant), sort_keys=True, default=str)
+        changed = json.dumps(_own_settings(case, variant), sort_keys=True, default=str)
         if changed in first and not patched:
             twin = first[changed]
             raise ConfigError(
@@ -450,7 +450,7 @@ def check_variants(
         first[changed] = name
 
 
-def _changes(case: Case, variant: Variant) -> dict[str, Any]:
+def _own_settings(case: Case, variant: Variant) -> dict[str, Any]:
     """Return what a variant sets to another value than the case.
 
     The plan finds the rest.

@@ -27,8 +27,8 @@ class VersionRange(Strict):
 
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
-    # Capabilities of the machine it was measured on, of those that its variants depend on:
-    # elsewhere it says nothing of these.
+    # Capabilities of the machine of the measurement on which its variants depend: it does not
+    # apply to these variants on other machines.
     capabilities: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
     # package -> release, at the range's ends
@@ -52,7 +52,7 @@ class Expectation(VersionRange):
     """Hold the verdicts of one range. Written by ``repro accept``."""
 
     verdicts: dict[str, VerdictName]  # variant -> verdict
-    # variant -> how it failed, where its verdict says that something failed; and how ``unfixed``
+    # variant -> how it failed, if its verdict is a failure; and how ``unfixed``
     # failed, which has none
     failure_ids: dict[str, str | list[str]] = {}
 
@@ -142,12 +142,12 @@ class Prediction(Strict):
     hardware: str | None = None
     verdict: VerdictName | list[VerdictName] | None = None
     outcome: OutcomeName | list[OutcomeName] | None = None
-    # The outcome but for what the log says, where the variant reproduces: that a warning is
+    # The outcome without the log, if the variant reproduces: that a warning is
     # harmless, or is not.
     outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
     metric: ExpectedMetric | None = None
     condition: str | None = None  # the condition in words, for conditional(on what)
-    # The variant in whose place this one stands, where that is not the unfixed variant: one that
+    # The variant that this one is compared with, if not the unfixed variant: one that
     # shares all but the change that the claim is about. The failure must reproduce there for the
     # prediction to be tried.
     relative_to: str | None = None
@@ -184,7 +184,9 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
     for entry in entries:
         values = entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware}
         items = [
-            f"  {_line({key: values[key]})}" for key in VersionRange.model_fields if key in values
+            f"  {_yaml_line({key: values[key]})}"
+            for key in VersionRange.model_fields
+            if key in values
         ]
         lines += [f"- {items[0].strip()}", *items[1:]]
     for key in ("verdicts", "failure_ids"):
@@ -192,12 +194,12 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
         variants = dict.fromkeys(variant for row in rows for variant in row)
         lines += [f"{key}:"] if variants else []
         lines += [
-            f"  {_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
+            f"  {_yaml_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
         ]
     return "\n".join(lines) + "\n"
 
 
-def _line(item: Mapping[str, Any]) -> str:
+def _yaml_line(item: Mapping[str, Any]) -> str:
     """``key: value`` in one line."""
     dumped = yaml.safe_dump(
         dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False

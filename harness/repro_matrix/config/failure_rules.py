@@ -155,13 +155,13 @@ class DeviceError(Strict):
         )
 
 
-# What stands before a failure that a sentence only mentions.
+# Words before a failure that a sentence only mentions.
 ADVICE = re.compile(
     r"(?i)\b(?:(?:terminate|stop|abort|skip)_(?:on|if)_\w+"
     r"|to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
     r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$|\b(?:if|when) $"
 )
-# How launchers and schedulers print how a process ended.
+# The forms in which launchers and schedulers print the end of a process.
 _SIGNAL = re.compile(
     r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:?"
     r" ?(\d+|SIG[A-Z]+)"
@@ -246,7 +246,7 @@ def words_of(pattern: str) -> list[str]:
         lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0],
         pattern,
     )
-    # as what it is no syntax
+    # escaped marks are literal, not syntax
     bare = re.sub(r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare)
     bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", bare)
     while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
@@ -266,7 +266,7 @@ def names_end(text: str) -> bool:
     return bool(_EXIT_CODE.search(text) or _SIGNAL.search(text))
 
 
-def _ended(text: str) -> int:
+def _exit_of(text: str) -> int:
     """Return how a process ended: its exit code, the negative number of its signal, or 0."""
     for found in _SIGNAL.finditer(text):
         name = next(filter(None, found.groups()))
@@ -285,7 +285,7 @@ def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRul
     for rule in rules().values() if among is None else among:
         if rule.place == "any_line" and re.search(rule.text, text):
             return rule
-    ended = _ended(text)
+    ended = _exit_of(text)
     if ended == 0:
         return None
     named = (rule for rule in rules().values() if ended in rule.exit_codes)

@@ -136,23 +136,23 @@ def published() -> list[Path]:
 
 
 def _project(here: Path) -> Project:
-    folder, file = _nearest(here)
+    folder, file = _nearest_project(here)
     if file is None and CHECKOUT:
         return Project(ROOT, None, (), (), ROOT / "results", EXPECTED, BASELINE)
-    declared = _read(file, file_state(file)) if file else Declared()
+    declared = _read_declaration(file, file_state(file)) if file else Declared()
     results = folder / declared.results
     return Project(
         folder,
         file,
-        tuple(_folder(folder, name, file, "conf") for name in declared.conf),
-        tuple(_folder(folder, name, file, "scripts") for name in declared.scripts),
+        tuple(_existing_folder(folder, name, file, "conf") for name in declared.conf),
+        tuple(_existing_folder(folder, name, file, "scripts") for name in declared.scripts),
         results,
         folder / declared.expected if declared.expected else results / "expected",
         folder / declared.baseline if declared.baseline else results / "baseline",
     )
 
 
-def _nearest(here: Path) -> tuple[Path, Path | None]:
+def _nearest_project(here: Path) -> tuple[Path, Path | None]:
     """Return the nearest folder that declares a project, and its file.
 
     Else the repository's root, or ``here``.
@@ -167,13 +167,13 @@ def _nearest(here: Path) -> tuple[Path, Path | None]:
 
 def make_folders() -> None:
     """Create the folders that the nearest repro.toml names."""
-    folder, file = _nearest(Path.cwd())
-    declared = _read(file, file_state(file)) if file else Declared()
+    folder, file = _nearest_project(Path.cwd())
+    declared = _read_declaration(file, file_state(file)) if file else Declared()
     for name in (*declared.conf, *declared.scripts):
         (folder / name).mkdir(parents=True, exist_ok=True)
 
 
-def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
+def _existing_folder(base: Path, name: str, file: Path | None, key: str) -> Path:
     if not (base / name).is_dir():
         raise ConfigError(
             f"{file}: {key}: there is no folder {base / name}; `mkdir` or `repro new` makes it"
@@ -182,7 +182,7 @@ def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(file: Path, state: tuple[int, ...]) -> Declared:
+def _read_declaration(file: Path, state: tuple[int, ...]) -> Declared:
     try:
         return Declared.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

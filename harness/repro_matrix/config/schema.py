@@ -122,7 +122,7 @@ class Needy(Strict):
     """Define what a variant or a strategy needs of a stack."""
 
     requires: list[Requirement] = []
-    # What it needs on that hardware beside ``requires``.
+    # Needs on that hardware in addition to ``requires``.
     # shared_gpu: a GPU that all ranks share, over gloo.
     requires_on: dict[Literal["cpu", "cuda", "shared_gpu"], list[Requirement]] = {}
 
@@ -177,7 +177,7 @@ class Strategy(Needy):
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
     invariants: Invariants  # what every attempt under it must show to have been in effect
-    # option -> value -> how often the ranks together hold the model then
+    # option -> value -> the number of copies of the model that the ranks together hold then
     replicas: dict[str, dict[str, int]] = {}
     memory: StrategyMemory | None = None  # at full size; None: unknown, nothing is planned
     source_files: list[Regex] = []  # of its library: in a traceback they show this strategy
@@ -351,8 +351,8 @@ class Case(Strict):
     requires: Requires = Requires()  # what stack and machine must have; else the cell is skipped
     launch: Launch = Launch()
     axes: Axes  # the models and strategies it runs on by default
-    # Whole models that every rank of the script holds beside the one that it makes parallel (where
-    # a reference began, what is compared); 0: the model is drawn and compared part by part. For the
+    # Whole models that every rank holds in addition to the parallel one (the one from which
+    # a reference began, the compared one); 0: the model is compared part by part. For the
     # memory plan.
     reference_models: int = Field(default=3, ge=0)
     # keys of the model's configuration that scale=tiny leaves at their real value

@@ -57,69 +57,73 @@ def parse_overrides(overrides: Iterable[str]) -> Selection:
         return selection
     # Hydra takes half a second to import: only when there is something to parse.
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import ChoiceSweep, Glob, RangeSweep
-    from hydra.errors import HydraException
 
     parser = OverridesParser.create()
     for text in texts:
-        if re.fullmatch(r"[\w.*?-]+", text):
-            raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
-        try:
-            override = parser.parse_overrides([as_path(text)])[0]
-            value = override.value()
-        except HydraException as error:
-            detail = str(error).replace("\n", " ").split("See https")[0].strip()
-            raise ConfigError(
-                f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}"
-            ) from None
-        values: list[Any]
-        if isinstance(value, ChoiceSweep):
-            values = [_plain(item) for item in value.list]
-        elif isinstance(value, Glob):
-            values = list(value.include)
-        elif isinstance(value, RangeSweep):
-            start, stop, step = int(value.start or 0), int(value.stop or 0), int(value.step)
-            values = list(range(start, stop, step))
-        else:
-            values = [_plain(value)]
-        key = override.key_or_group
-        # Hydra would take the last one
-        if key in selection.given or key.removeprefix("flags.") in selection.flags:
-            raise ConfigError(
-                f"override {text!r}: {key}= is given twice; separate values with commas"
-            )
-        selection.words.append((key, text))
-        group, _, rest = key.partition(".")
-        if key in GROUPS:
-            _select(selection, key, values, text)
-            selection.given.add(key)
-        elif key == "ranks":
-            selection.ranks = _numbers(values, text)
-            selection.given.add(key)
-        elif group == "flags" and rest:
-            selection.flags[rest] = values
-        elif group in GROUPS and rest:
-            if len(values) > 1:
-                raise ConfigError(
-                    f"override {text!r}: sweep a group or a flag, not a key inside {group}"
-                )
-            selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
-            selection.added += [key] if override.is_add() else []
-        else:
-            selection.run.append(text)
+        _add(selection, text, *_parsed(parser, text))
     return selection
 
 
-def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
+def _parsed(parser: Any, text: str) -> tuple[Any, list[Any]]:
+    """Return an override in Hydra's terms, and its values."""
+    from hydra.core.override_parser.types import ChoiceSweep, Glob, RangeSweep
+    from hydra.errors import HydraException
+
+    if re.fullmatch(r"[\w.*?-]+", text):
+        raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
+    try:
+        override = parser.parse_overrides([as_path(text)])[0]
+        value = override.value()
+    except HydraException as error:
+        detail = str(error).replace("\n", " ").split("See https")[0].strip()
+        raise ConfigError(
+            f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}"
+        ) from None
+    if isinstance(value, ChoiceSweep):
+        return override, [_plain(item) for item in value.list]
+    if isinstance(value, Glob):
+        return override, list(value.include)
+    if isinstance(value, RangeSweep):
+        return override, list(range(*map(int, (value.start or 0, value.stop or 0, value.step))))
+    return override, [_plain(value)]
+
+
+def _add(selection: Selection, text: str, override: Any, values: list[Any]) -> None:
+    key = override.key_or_group
+    # Hydra would take the last one.
+    if key in selection.given or key.removeprefix("flags.") in selection.flags:
+        raise ConfigError(f"override {text!r}: {key}= is given twice; separate values with commas")
+    selection.words.append((key, text))
+    group, _, rest = key.partition(".")
+    if key in GROUPS:
+        _set_axis(selection, key, values, text)
+    elif key == "ranks":
+        selection.ranks = _rank_numbers(values, text)
+        selection.given.add(key)
+    elif group == "flags" and rest:
+        selection.flags[rest] = values
+    elif group in GROUPS and rest:
+        if len(values) > 1:
+            raise ConfigError(
+                f"override {text!r}: sweep a group or a flag, not a key inside {group}"
+            )
+        selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
+        selection.added += [key] if override.is_add() else []
+    else:
+        selection.run.append(text)
+
+
+def _set_axis(selection: Selection, group: str, values: list[Any], text: str) -> None:
     names = [
         str(item) for value in values for item in (value if isinstance(value, list) else [value])
     ]
     if group == "hardware" and "auto" in names and len(names) > 1:
         raise ConfigError(f"override {text!r}: auto cannot be combined with other profiles")
     setattr(selection, group, list(dict.fromkeys(names)))
+    selection.given.add(group)
 
 
-def _numbers(values: list[Any], text: str) -> list[int]:
+def _rank_numbers(values: list[Any], text: str) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
@@ -212,7 +216,7 @@ def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
 
 
 def _block(name: str, raw: Any, line: Selection) -> Selection:
-    source = _source(name)
+    source = _block_source(name)
     try:
         block = Block.model_validate(raw or {})
     except ValidationError as error:
@@ -226,7 +230,7 @@ def _block(name: str, raw: Any, line: Selection) -> Selection:
     )
 
 
-def _source(name: str) -> str:
+def _block_source(name: str) -> str:
     """Return ``conf/matrix/seeds.yaml: matrix.seeds`` for messages."""
     for folder in conf_folders(CONF):
         for path in sorted((folder / "matrix").glob("*.yaml")):

@@ -141,7 +141,9 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
             composed = compose("config", overrides=[*overrides, *search_path])
         return RunSettings.model_validate(OmegaConf.to_container(composed, resolve=True))
     except ValidationError as error:
-        raise describe_validation(error, RunSettings, _source(error, overrides, folders)) from None
+        raise describe_validation(
+            error, RunSettings, _value_source(error, overrides, folders)
+        ) from None
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
         known = [path.stem for folder in folders for path in (folder / "matrix").glob("*.yaml")]
@@ -157,7 +159,7 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         ) from None
 
 
-def _source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
+def _value_source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
     """Return where a wrong value comes from: the command line, a named matrix or config.yaml."""
     key, values = error.errors()[0]["loc"][0], dict(text.partition("=")[::2] for text in overrides)
     if key in {name.lstrip("+~").partition(".")[0] for name in values}:

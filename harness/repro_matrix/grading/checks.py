@@ -86,7 +86,7 @@ def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
         return "void", f"{len(actual)} numbers against {len(expected)}: {values}", 0.0
     if not all(map(math.isfinite, expected)):
         return "failed", f"the expected value is not finite: {values}", math.inf
-    # Where only zeros are expected, the values are shares of something: half of it is not rounding.
+    # If only zeros are expected, the values are shares: half of the whole is not rounding.
     if tolerance >= (max(map(abs, expected)) or 0.5):
         return "void", f"the tolerance is so wide that a zero would pass: {values}", 0.0
     differences = [abs(a - b) for a, b in zip(actual, expected)]

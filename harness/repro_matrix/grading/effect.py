@@ -50,12 +50,12 @@ def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
     promised = {**invariants, **(changed.model_dump(exclude_unset=True) if changed else {})}
     return (
         _process_group(attempt)
-        or _gpus(case, attempt)
+        or _gpu_use(case, attempt)
         or _strategy(
             attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind
         )
         or _measurements(case, attempt.ranks)
-        or _unread(case, variant, attempt)
+        or _unread_setting(case, variant, attempt)
     )
 
 
@@ -66,7 +66,7 @@ def unread_change(case: Case, variant: str, attempt: Evidence) -> str | None:
     record what it read may have read it.
     """
     recorded = all("read" in rank.record and rank.ended_at is not None for rank in attempt.ranks)
-    return _unread(case, variant, attempt) if recorded and attempt.ranks else None
+    return _unread_setting(case, variant, attempt) if recorded and attempt.ranks else None
 
 
 def never_on_gpu(case: Case, attempt: Evidence) -> str | None:
@@ -92,7 +92,7 @@ def never_on_gpu(case: Case, attempt: Evidence) -> str | None:
     return None
 
 
-def _evidence(rank: Rank, what: str) -> list[Effect]:
+def _effects(rank: Rank, what: str) -> list[Effect]:
     return [item for item in rank.record.get("effects", ()) if item["what"] == what]
 
 
@@ -101,13 +101,13 @@ def _process_group(attempt: Evidence) -> str | None:
     if attempt.world_size < 2:
         return None
     for rank in attempt.ranks:
-        evidence = _evidence(rank, "group")
+        evidence = _effects(rank, "group")
         if not evidence:
             return f"no evidence of a process group on rank {rank.rank}"
         size = number(evidence[-1].get("actual"))
         if size != attempt.world_size:
             return (
-                f"the process group of rank {rank.rank} has {_format(size)} of {attempt.world_size}"
+                f"the process group of rank {rank.rank} has {_value(size)} of {attempt.world_size}"
                 " ranks"
             )
         backend = evidence[-1].get("backend", "")
@@ -119,7 +119,7 @@ def _process_group(attempt: Evidence) -> str | None:
     return None
 
 
-def _gpus(case: Case, attempt: Evidence) -> str | None:
+def _gpu_use(case: Case, attempt: Evidence) -> str | None:
     """Check that the attempt computed on its GPUs.
 
     gloo and a lone process would use the CPU without an error.
@@ -134,7 +134,7 @@ def _gpus(case: Case, attempt: Evidence) -> str | None:
             each.name == "split" for each in rank.checks
         ):
             return (
-                f"no evidence on rank {rank.rank} that the model was split over {_format(devices)}"
+                f"no evidence on rank {rank.rank} that the model was split over {_value(devices)}"
                 " GPUs"
             )
     return None
@@ -151,7 +151,7 @@ def _strategy(
             continue
         shares: list[float] = []
         for rank in attempt.ranks:
-            evidence = _evidence(rank, what)
+            evidence = _effects(rank, what)
             if not evidence and (what == "parameters" or kind == "training"):
                 return f"{slug} left no evidence: {what} were not measured on rank {rank.rank}"
             for item in evidence[-1:]:
@@ -213,7 +213,7 @@ def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts:
 
 def _collectives(attempt: Evidence, slug: str, wanted: Iterable[Any]) -> str | None:
     for rank in attempt.ranks:
-        evidence = _evidence(rank, "collectives")
+        evidence = _effects(rank, "collectives")
         if not evidence:
             return f"{slug} left no evidence: collectives were not counted on rank {rank.rank}"
         calls = evidence[-1].get("actual")
@@ -234,7 +234,7 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
     """
     measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
     for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
-        without = [rank.rank for rank in ranks if not _evidence(rank, name)]
+        without = [rank.rank for rank in ranks if not _effects(rank, name)]
         if without:
             return f"{name} left no evidence on {list_ranks(without)}"
     for rank in ranks:
@@ -247,14 +247,14 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
             if value is None or low is None or high is None or not low <= value <= high:
                 subject = f" ({item['subject']})" if item.get("subject") else ""
                 bounds = " and ".join(
-                    f"at {key} {_format(item[key])}" for key in ("least", "most") if key in item
+                    f"at {key} {_value(item[key])}" for key in ("least", "most") if key in item
                 )
-                actual = f"got {_format(item.get('actual'))}, promised {bounds}{subject}"
+                actual = f"got {_value(item.get('actual'))}, promised {bounds}{subject}"
                 return f"{item['what']} was not in effect on rank {rank.rank}: {actual}"
     return None
 
 
-def _unread(case: Case, variant: str, attempt: Evidence) -> str | None:
+def _unread_setting(case: Case, variant: str, attempt: Evidence) -> str | None:
     """Return a changed flag or option of the variant, or of the cell, that no rank has read."""
     spec = case.variants.get(variant)
     if spec is None:
@@ -277,5 +277,5 @@ def _unread(case: Case, variant: str, attempt: Evidence) -> str | None:
     return None
 
 
-def _format(value: Any) -> str:
+def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -63,7 +63,7 @@ def _of_variant(
     for entry in case.expect:
         if variant not in entry.verdicts or hardware != entry.hardware:
             continue
-        cells = _cells(case, entry.cells, cell)
+        cells = _cell_rank(case, entry.cells, cell)
         if cells is not None and not capability_difference(needed, facts or {}, entry.capabilities):
             ids = {variant: entry.failure_ids[variant]} if variant in entry.failure_ids else {}
             only = {"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": ids}
@@ -203,7 +203,7 @@ def failure_note(verdict: Verdict, known: Basis | None) -> str:
     return "; ".join(notes)
 
 
-def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
+def _cell_rank(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
     """Return 1 if the list contains the cell, 0 if an empty list means all cells, else None.
 
     A cell with other ranks or sizes than its case's is not among all.
@@ -275,8 +275,8 @@ def machine(document: CellRecord) -> dict[str, Any]:
     return {**identity, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
 
 
-# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some
-# fixes hold there.
+# -- capabilities: a profile's name is too coarse. For example, some fixes need a CPU that computes
+# fp16.
 
 
 def recorded_capabilities(document: CellRecord) -> dict[str, str | bool]:

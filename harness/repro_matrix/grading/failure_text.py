@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from repro_matrix.records.outcome import StoredOutcome
 
 TEXT = 160  # characters
-# What differs from run to run in the same message: addresses in memory and on the network, folders,
-# temporary names.
+# Parts that differ between runs in the same message: addresses in memory and on the network,
+# folders, temporary names.
 _VARYING = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),

@@ -99,7 +99,7 @@ def grade(
         primary = Primary(first.rank, first.type, message, first.location, first.kind)
     every = cases.values() if isinstance(cases, Mapping) else cases
     recognized = _recognize(case, attempt, failures, every)
-    outcome = _infra_error(attempt, planned or {})
+    outcome = _infrastructure(attempt, planned or {})
     if isinstance(case, AdhocCase):
         # The user may look for just that: no memory, an import that fails.
         described = recognized or (not case.failure and primary)
@@ -123,7 +123,7 @@ def grade(
         without_warning = _judge(case, variant, attempt, failures, others).outcome
     return replace(
         outcome,
-        reason=outcome.reason + _details(case, variant, attempt, failures, outcome),
+        reason=outcome.reason + _additions(case, variant, attempt, failures, outcome),
         recognized=recognized,
         primary=primary,
         failed=failed,
@@ -132,7 +132,7 @@ def grade(
     )
 
 
-def _details(
+def _additions(
     case: Case, variant: str, attempt: Evidence, failures: Failures, outcome: Outcome
 ) -> str:
     """Return what a reason adds: different collectives, a near miss, the place by a trace."""
@@ -162,7 +162,7 @@ def _no_evidence(
     return Outcome("infra_error", text, ranks=tuple(sorted(ranks)), check=check, infra_error=kind)
 
 
-def _infra_error(attempt: Evidence, planned: Mapping[str, str]) -> Outcome | None:
+def _infrastructure(attempt: Evidence, planned: Mapping[str, str]) -> Outcome | None:
     if attempt.interrupted:
         return _no_evidence("interrupted", "")
     if attempt.infra_error is not None:
@@ -265,7 +265,7 @@ def _judge(
             return _no_evidence("no_effect", first_line(doubt))
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]
-        different = f"; {_describe(rest[0])}" if rest and not also else ""
+        different = f"; {_describe_failure(rest[0])}" if rest and not also else ""
         match = matching[0]
         reason = (
             f"{match.signature} on {list_ranks(match.ranks)}:"
@@ -276,12 +276,12 @@ def _judge(
         reason = f"known failure {others[0].case}: {first_line(others[0].message)}"
         return Outcome("other_failure", reason, ranks=others[0].ranks)
     if isinstance(case, AdhocCase):
-        made = _checks(case, attempt) if case.checks else None
+        made = _judge_checks(case, attempt) if case.checks else None
         outcome = _failed(attempt, failures.first) or made or _printed(case, attempt)
         return (_left_behind(attempt) if outcome.outcome == "passed" else None) or outcome
     return (
         _failed(attempt, failures.first)
-        or _checks(case, attempt)
+        or _judge_checks(case, attempt)
         or _effect(case, variant, attempt)
     )
 
@@ -305,10 +305,14 @@ def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
         return Outcome(
             "hang",
             reason
-            + (f"; {_describe(first)}" if first and not first.secondary else _stuck(attempt)),
+            + (
+                f"; {_describe_failure(first)}"
+                if first and not first.secondary
+                else _stuck(attempt)
+            ),
         )
     if first:
-        return Outcome("other_failure", _describe(first), ranks=(first.rank,))
+        return Outcome("other_failure", _describe_failure(first), ranks=(first.rank,))
     for rank in attempt.ranks:
         problem = _unfinished(rank)
         if problem:
@@ -322,7 +326,7 @@ def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
     return None
 
 
-def _describe(failure: Failure) -> str:
+def _describe_failure(failure: Failure) -> str:
     if failure.kind == "left":
         return f"rank {failure.rank}: exit 0 without its done marker"
     location = f" in {failure.location}" if failure.location else ""
@@ -405,7 +409,7 @@ def _printed(case: AdhocCase, attempt: Evidence) -> Outcome:
 # -- 6. to 9. every rank finished: is there the evidence that the case asks for?
 
 
-def _checks(case: Case, attempt: Evidence) -> Outcome | None:
+def _judge_checks(case: Case, attempt: Evidence) -> Outcome | None:
     failed: dict[str, list[tuple[float, int, str]]] = {}
     void, steps = None, attempt.settings.get("steps")
     for rank in attempt.ranks:

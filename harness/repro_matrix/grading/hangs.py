@@ -147,7 +147,7 @@ _WAITS = frozenset(
     {"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"}
 )
 _DDP_CALLS = {"_distributed_broadcast_coalesced": "broadcast"}  # of its buffers, done in C++
-# how an operation is called: never where a rank stands
+# code that dispatches an operation: a rank never waits there
 _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 
 
@@ -370,7 +370,7 @@ def _waits_for(
     by_entry: Mapping[tuple[Group, int], Mismatch],
 ) -> bool:
     if not rank.pending:
-        # for whom is not known: for all of them
+        # it is not known for which rank it waits: for all of them
         return bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
     for entry in rank.pending:
         mismatch = by_entry.get((entry.group, entry.sequence))

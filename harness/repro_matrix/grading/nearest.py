@@ -79,7 +79,9 @@ def nearest_expectation(
 ) -> Basis | None:
     """Return the nearest of a variant's expectations; None if no releases are comparable."""
     found = [one for one in (_neighbor(entry, versions) for entry in entries) if one]
-    older, newer = (_nearest([one for one in found if sign not in one.sides]) for sign in (1, -1))
+    older, newer = (
+        _nearest_of_side([one for one in found if sign not in one.sides]) for sign in (1, -1)
+    )
     mixed = [one for one in found if one.sides >= {-1, 1}]
     ends = (*older, *newer) if older and newer else ()
     between = [one for one in mixed if ends and all(one.is_near(ends, name) for name in ORDERING)]
@@ -116,7 +118,7 @@ def _neighbor(entry: Expectation, versions: Mapping[str, str]) -> _Neighbor | No
     return _Neighbor(entry, signs, ends) if signs else None
 
 
-def _nearest(found: Sequence[_Neighbor]) -> list[_Neighbor]:
+def _nearest_of_side(found: Sequence[_Neighbor]) -> list[_Neighbor]:
     """Return those of one side that no other one is nearer than."""
 
     def is_as_near(one: _Neighbor, other: _Neighbor) -> bool:

@@ -226,7 +226,7 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
     return chain
 
 
-# What NCCL's watchdog prints before it aborts the process.
+# The text of NCCL's watchdog before it aborts the process.
 _WATCHDOG = re.compile(
     r"(?:watchdog thread terminated with|raised the following async) exception: "
     r"(?P<message>(?P<of>CUDA|NCCL) error: (?:.*\n)*?.*)(?=\nException raised|$)"

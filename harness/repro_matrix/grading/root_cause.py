@@ -32,7 +32,7 @@ _PEER_TYPES = frozenset(
         "EOFError",
     }
 )
-# ... and of these when the message says so (config/device_errors.yaml).
+# ... and errors of these types if the message matches (config/device_errors.yaml).
 _MESSAGE_TYPES = frozenset(
     {
         "RuntimeError",
@@ -68,7 +68,7 @@ class Failures:
     """Hold the failures of an attempt: the primary ones, and the ranks that only followed them."""
 
     primary: tuple[Failure, ...]  # the earliest first
-    # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
+    # ranks whose end is not evidence: secondary errors, stopped by the launcher or the deadline
     excused: frozenset[int]
     ranks: frozenset[int]  # those of ``primary``
 
@@ -90,7 +90,7 @@ def find_failures(attempt: Evidence, threads: bool = False) -> Failures:
             for rank in attempt.ranks
         ]
     failed = sorted((f for _, f in by_rank if f is not None), key=lambda f: (f.ended_at, f.rank))
-    # Where no rank failed otherwise, a lost connection is the failure, not a consequence of one.
+    # If no rank failed otherwise, a lost connection is the failure, not a consequence of one.
     primary = [failure for failure in failed if not failure.secondary] or failed
     ranks = frozenset(failure.rank for failure in primary)
     excused = {
@@ -112,7 +112,7 @@ def failure_of(rank: Rank) -> Failure | None:
         return None
     ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
     name = fatal_signal(rank)
-    # A crash leaves no exception; its stack says where it was.
+    # A crash leaves no exception; its stack shows the place.
     location = next((str(frame) for frame in rank.stack_frames if frame.is_known), "")
     if rank.done:
         location = "teardown, after its done marker"
@@ -258,7 +258,7 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
         return (FailureId(case=known[0].case, signature=known[0].signature),)
     primary = outcome.primary
     if primary is not None:
-        # Where the main thread stood when a signal came, or an earlier kernel's error, is chance;
+        # The place of the main thread at a signal or at an earlier kernel's error is chance;
         # an exit code has no location at all.
         late = any(
             row.name == primary.type and row.kind == "asynchronous" for row in device_errors()

@@ -172,7 +172,9 @@ def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failure
     return None
 
 
-def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+def _failed_check(
+    signature: Signature, rank: Rank, patterns: Patterns, failures: Failures
+) -> str | None:
     for check in rank.checks if rank.done else ():
         if check.name == signature.check and check.failed:
             return f"check {check.name} failed ({check.details})"
@@ -192,14 +194,14 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
         or fatal_signal(rank) != signature.signal
     ):
         return None
-    # Any bug can end in SIGSEGV; declared frames tell which one it was.
+    # Any bug can end in SIGSEGV; declared frames identify the failure.
     if not all(_has_frame(frame, rank.stack_frames) for frame in signature.frames):
         return None
     return f"died of {signature.signal}"
 
 
 # The message with which a rank shows a signature of a kind; None when it does not.
-_MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _signal}
+_MATCHERS = {"exception": _exception, "log": _log, "check": _failed_check, "signal": _signal}
 
 
 def _has_frame(wanted: FramePattern, frames: Iterable[CodeLocation]) -> bool:

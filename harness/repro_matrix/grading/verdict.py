@@ -110,7 +110,7 @@ def judge(
         or "reproduced" in {outcome.outcome for outcome in unfixed}
     ):
         return verdicts
-    return {variant: _never_reproduced(verdict, unfixed) for variant, verdict in verdicts.items()}
+    return {variant: _unproven(verdict, unfixed) for variant, verdict in verdicts.items()}
 
 
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -131,7 +131,7 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def _never_reproduced(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
+def _unproven(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
     """Return the verdict of a case that never reproduced, and does not here.
 
     Its script or signature may be wrong.
@@ -156,7 +156,7 @@ def judge_pair(
 ) -> Verdict:
     """Grade a variant against the unfixed one, or any other one in its place."""
     unfixed, fix = evidence(all_unfixed), evidence(all_fix)
-    base = _counts(unfixed, fix)
+    base = _figures(unfixed, fix)
     lost = len(all_unfixed) - len(unfixed) + len(all_fix) - len(fix)
     note = f" ({counted(lost, 'attempt')} not counted)" if lost and unfixed and fix else ""
     for name, outcomes in (("unfixed", unfixed), ("the fix", fix)):
@@ -176,7 +176,7 @@ def judge_pair(
         base,
         name=name,
         reason=reason + note,
-        named_case=_named(case, failing),
+        named_case=_named_case(case, failing),
         failure_ids=all_failure_ids(case, failing) if name in FAILING else (),
     )
 
@@ -220,7 +220,7 @@ def _decide(
 
 def _control(outcomes: Sequence[Outcome]) -> Verdict:
     counted = evidence(outcomes)
-    base = _counts([], counted)
+    base = _figures([], counted)
     kinds = {outcome.outcome for outcome in counted}
     if not counted:
         return _not_measured(base, _why_no_evidence(outcomes), outcomes)
@@ -232,11 +232,11 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
         return replace(base, reason=f"it hangs: {counted[0].reason}")
     reason, ids = f"{count_outcomes(counted)}: {counted[0].reason}", all_failure_ids("", counted)
     return replace(
-        base, name="FAILED", reason=reason, named_case=_named("", counted), failure_ids=ids
+        base, name="FAILED", reason=reason, named_case=_named_case("", counted), failure_ids=ids
     )
 
 
-def _counts(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
+def _figures(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
     """Return the figures of a verdict that has no name yet."""
     reproduced = sum(outcome.outcome == "reproduced" for outcome in unfixed)
     passed = sum(outcome.outcome == "passed" for outcome in fix)
@@ -252,7 +252,7 @@ def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Ve
     return replace(base, reason=reason, measured=False, infra_error=infra_error)
 
 
-def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
+def _named_case(case: str, outcomes: Iterable[Outcome]) -> str | None:
     """Return the most frequent other known failure; of equally many the first by name."""
     failed = (
         outcome.others(case)[:1] for outcome in outcomes if outcome.outcome == "other_failure"

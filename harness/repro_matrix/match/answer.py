@@ -42,7 +42,7 @@ def log_json(
     found["remarks"] = [
         asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks
     ]
-    found["recovered"] = [_describe(each) for each in answer.recovered]
+    found["recovered"] = [_summary(each) for each in answer.recovered]
     found["hang"] = None
     if answer.hang:
         waits = {rank: asdict(wait) for rank, wait in sorted(answer.hang.waits.items())}
@@ -165,16 +165,16 @@ def _template() -> jinja2.Template:
         "most_failures": MOST_FAILURES,
         "most_variants": MOST_VARIANTS,
         "place": _place,
-        "title": _title,
+        "title": _error_text,
         "where": where,
     }
     filters = (counted, first_line, one_line)
     environment.filters |= {each.__name__: each for each in filters}
-    environment.filters |= {"describe": _describe, "list_some": list_some}
+    environment.filters |= {"describe": _summary, "list_some": list_some}
     return environment.get_template("answer.txt.j2")
 
 
-def _title(error: Error) -> str:
+def _error_text(error: Error) -> str:
     return f"{error.type}: {error.message}".removeprefix(": ")
 
 
@@ -230,7 +230,7 @@ def _and(numbers: Sequence[int | str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _describe(each: LogFailure | Finding, with_place: bool = False) -> str:
+def _summary(each: LogFailure | Finding, with_place: bool = False) -> str:
     if isinstance(each, LogFailure):
         return f"{each.error.type or 'a traceback'} (line {each.line})"
     place = f"{_place(each)}, " if with_place else ""

@@ -24,7 +24,7 @@ from repro_matrix.records.attempt import RankRecord as RankLeft
 from repro_matrix.text import list_some
 
 _ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
-# Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
+# Bases of torch's own exceptions, which a log does not show. Those of Python are looked up.
 _BASES = {
     "OutOfMemoryError": ["RuntimeError"],
     "FakeTensorDeviceMismatchError": ["RuntimeError"],
@@ -113,7 +113,7 @@ def completed(record: Mapping[str, Any]) -> Exception_:
     }
 
 
-def located(record: Mapping[str, Any]) -> dict[str, Any]:
+def with_installed_frames(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return an exception in which only installed files belong to a package."""
     frames = [
         (
@@ -151,10 +151,10 @@ def raised_by(error: Error, packages: Iterable[str]) -> bool:
 
 def where(error: Error) -> str:
     """Return what raised an error: module, function, file and line."""
-    return _named(error.places[-1]) if error.places else ""
+    return _place_text(error.places[-1]) if error.places else ""
 
 
-def _named(place: Mapping[str, Any]) -> str:
+def _place_text(place: Mapping[str, Any]) -> str:
     names = module_names(place["file"])
     at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
     return (
@@ -171,7 +171,7 @@ def callers(error: Error) -> list[str]:
     """
     found = [(_package(place["file"]), place) for place in error.places[:-1]]
     runs = groupby((each for each in found if each[0] not in ("torch", None)), itemgetter(0))
-    return [_named(list(run)[-1][1]) for _, run in runs]
+    return [_place_text(list(run)[-1][1]) for _, run in runs]
 
 
 def _package(file: str) -> str | None:

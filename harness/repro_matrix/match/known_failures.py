@@ -24,7 +24,7 @@ from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.grading.tracebacks import Error, without_time
 from repro_matrix.match.collectives import LogHang, cases_like, hang_of
-from repro_matrix.match.errors import as_attempt, located, module_of, raised_by
+from repro_matrix.match.errors import as_attempt, module_of, raised_by, with_installed_frames
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.scan import Finding, Note, Scanned, StepProgress
 
@@ -34,13 +34,13 @@ _LAUNCHERS = re.compile(
     r"|ProcessExitedException|RayTaskError(\(.*\))?|RayActorError|ActorDiedError"
     r"|WorkerCrashedError|TrainingFailedError|SignalException|TuneError|SystemExit)"
 )
-# What may stand before a warning's text: a logger's format.
+# A logger's format before a warning's text.
 _BEFORE = re.compile(
     r"\[[\w.]+\] |"  # transformers 5: the package
     r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
-# Messages of the interpreter, which any program can cause: without a traceback they tell nothing.
+# Messages of the interpreter: any program can cause them, so they need a traceback.
 _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not"
     r" (?:subscriptable|callable|iterable)"
@@ -180,7 +180,7 @@ def _is_general(each: LogFailure | Finding | LogHang) -> bool:
 def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
     """Return the known failures that a log shows."""
     progress = seen.progress
-    answer = LogAnswer(_failures(seen, catalogue), hang=hang_of(seen.waits, progress.since))
+    answer = LogAnswer(_log_failures(seen, catalogue), hang=hang_of(seen.waits, progress.since))
     answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
     serious = [
         each
@@ -201,7 +201,7 @@ def _is_launcher(error: Error) -> bool:
     return bool(_LAUNCHERS.fullmatch(error.type)) and "ninja" not in error.message
 
 
-def _failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
+def _log_failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
     """Return the errors with their known failures, the first cause first and echoes last."""
     raised = [error for error in seen.errors if not _is_launcher(error)]
     # An error that only a lost peer explains is an echo, even if the log does not contain the
@@ -295,14 +295,14 @@ def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailu
             missing = None if missing is None else (*missing, "raised in the code of another model")
         if missing is None:
             continue
-        if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
+        if signature.kind == "signal":  # any mistake of an unknown script can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
         elif ambiguous_with and not clear:
             missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
         (perhaps if missing else known).append(
             KnownFailure(case.slug, signature.name, error.line, missing)
         )
-    # What has no other cause decides: it comes first.
+    # Failures without another possible cause come first.
     ambiguous = {
         item.case for item in perhaps if any(text.startswith(_AMBIGUOUS) for text in item.missing)
     }
@@ -355,7 +355,9 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
 
     if matches(signature, error):
         missing = [_MIXED] if error.mixed else []
-        if error.record and not matches(signature, replace(error, record=located(error.record))):
+        if error.record and not matches(
+            signature, replace(error, record=with_installed_frames(error.record))
+        ):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
     unframed = signature.model_copy(update={"frames": []})

@@ -47,7 +47,7 @@ def read_lines(path: str) -> Iterator[str]:
     number = 0
     try:
         with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
-            for text in _lines(file, path):
+            for text in _decoded(file, path):
                 number += 1
                 yield text
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -59,7 +59,7 @@ def read_lines(path: str) -> Iterator[str]:
         raise LogError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _lines(raw: Any, path: str) -> Iterator[str]:
+def _decoded(raw: Any, path: str) -> Iterator[str]:
     file: Any = io.BufferedReader(raw)
     if file.peek(2).startswith(b"\x1f\x8b"):
         file = gzip.GzipFile(fileobj=file)
