@@ -1,1 +1,1 @@
-"""A case in the making: its first files, and what is not ready about it."""
+"""Draft a case, check whether it is ready, and export it for an upstream issue."""

@@ -1,7 +1,6 @@
-"""Draft the first files of a case: YAML with a proposed signature, and a script without its
-trigger.
+"""Draft the first files of a case: YAML with a proposed signature, and a script.
 
-A draft begins with nothing, with a training log, or with another case.
+The script has no trigger yet. A draft starts empty, from a training log, or from another case.
 """
 
 from __future__ import annotations
@@ -39,18 +38,16 @@ CASE, SCRIPT = (Path(__file__).with_name(f"template.{kind}.txt") for kind in ("y
 
 
 def draft(like: Json | None = None) -> Json:
-    """Return a case's file without its slug; ``like``: another one, whose flags, variants, checks
-    ... it has."""
-    case = yaml.safe_load(CASE.read_text(encoding="utf-8"))
-    if like is not None:
-        own = {key: value for key, value in case.items() if key not in COPIED}
-        case = own | {key: like[key] for key in COPIED if key in like}
-    return case
+    """Return a case's file without its slug, with the flags, variants and checks of ``like``."""
+    case: Json = yaml.safe_load(CASE.read_text(encoding="utf-8"))
+    if like is None:
+        return case
+    own = {key: value for key, value in case.items() if key not in COPIED}
+    return own | {key: like[key] for key in COPIED if key in like}
 
 
 def write_draft(slug: str, case: Json, script: str) -> list[Path]:
-    """Write the files into the project's folders, all or none. Raises ConfigError; nothing is
-    overwritten."""
+    """Write the files into the project's folders, all or none. Raise ConfigError if one exists."""
     folder, scripts = _case_folders()
     last = ("signatures", "variants")
     ordered = {"slug": slug, **{key: value for key, value in case.items() if key not in last}}
@@ -87,12 +84,8 @@ def _case_folders() -> tuple[Path, Path]:
     return CONF / "case", REPROS
 
 
-# -- signatures
-
-
 def signature_of_error(error: Error) -> Json:
-    """Return the signature that an error of a log proposes: its type, its text without what
-    changes, who raised it."""
+    """Return a signature for an error of a log: its type, its text as a pattern, its package."""
     files = [str(frame["file"]).replace("\\", "/") for frame in error.places]
     packages = [
         file.rpartition("-packages/")[2].partition("/")[0] for file in files if "-packages/" in file
@@ -111,7 +104,7 @@ def signature_of_error(error: Error) -> Json:
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression for this text with any numbers and paths."""
+    """Return a regular expression for this text with any other numbers and paths."""
     parts = re.split(r"((?:/[\w.+-]+){2,}|0x[0-9a-fA-F]+|\d+)", text)
     for number, part in enumerate(parts):
         variable = r"\S+" if part.startswith(("/", "0x")) else r"\d+"

@@ -43,7 +43,7 @@ def main(args: options.Arguments) -> int:
         )
     if args.silent and args.from_log:
         raise ConfigError(
-            "--silent with --from-log: a log does not show wrong numbers. Leave one out."
+            "--silent with --from-log: a log does not show wrong numbers. Remove one of them."
         )
     project.make_folders()
     known = catalog.load()

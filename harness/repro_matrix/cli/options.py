@@ -35,11 +35,11 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class Arguments(SimpleNamespace):
-    """The arguments of a command, by name."""
+    """Hold the arguments of a command by name."""
 
 
 class Option(click.Option):
-    """An option with the title of its section of the help."""
+    """Declare an option and the title of its section of the help."""
 
     def __init__(self, *args: Any, section: str = OPTIONS, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -47,7 +47,7 @@ class Option(click.Option):
 
 
 class Choice(click.Choice[str]):
-    """A choice whose errors suggest the nearest one."""
+    """Suggest the nearest choice in the error about an invalid one."""
 
     def convert(self, value: str, param: Any, ctx: Any) -> str:
         if value not in self.choices:
@@ -56,7 +56,7 @@ class Choice(click.Choice[str]):
 
 
 class Command(click.Command):
-    """A command that gets its arguments as one object.
+    """Call a function with the arguments of a command as one object.
 
     Besides the declared arguments these are ``line``, the whole command line; ``given``, the
     options that the user gave, each with its section of the help; and ``command``, a user's command
@@ -277,10 +277,8 @@ def one_stack(
 
     ``refused``: keys that the command does not take -> the reason.
     """
-    reasons = {
-        "matrix": "named matrices are for `repro matrix`, list and doctor",
-        **(refused or {}),
-    }
+    reasons = {"matrix": "named matrices are for `repro matrix`, list and doctor"}
+    reasons |= refused or {}
     selection = parse_overrides(args.overrides)
     for key, text in selection.words:
         if key in reasons:
@@ -292,9 +290,11 @@ def one_stack(
 
 
 def case_of(args: Arguments, refused: Mapping[str, str] | None = None) -> tuple[Case, Request, str]:
-    """Return a search's case, the request, and the stack's specification: as given, else where the
-    case fails.
-    ``refused`` as for ``one_stack``. Raises ConfigError, also for options of a script."""
+    """Return a search's case, its request, and its stack. Raise ConfigError.
+
+    Without ``stack=``, the stack is the one on which the case is known to fail. ``refused``: as for
+    ``one_stack``. Options of a script are refused, too.
+    """
     from repro_matrix.runner.session import make_request
     from repro_matrix.search.prober import one_case
 
@@ -306,14 +306,14 @@ def case_of(args: Arguments, refused: Mapping[str, str] | None = None) -> tuple[
 
 
 def refuse_script_options(args: Arguments) -> None:
-    """Raise ConfigError where options of a script are given without one."""
+    """Raise ConfigError if an option of a script is given without a script."""
     for name, section in args.given.items():
         if section != OPTIONS:
             raise ConfigError(f"{name} is for a script of your own. Write a script as ./train.py.")
 
 
 def named_case(case: str | None) -> str:
-    """Return the case that the command line names. Raises ConfigError."""
+    """Return the case of the command line. Raise ConfigError if it is missing."""
     if not case:
         raise ConfigError(
             "Nothing to run. Name a case (`repro list`), a script (./train.py), or a command"
@@ -323,7 +323,7 @@ def named_case(case: str | None) -> str:
 
 
 def check_stack(side: str, text: str) -> None:
-    """Raise ConfigError where ``--good`` or ``--bad`` names no stack, before anything is built."""
+    """Raise ConfigError if ``--good`` or ``--bad`` is not a stack, before anything is built."""
     from repro_matrix.environment import stacks
 
     wanted = stacks.spec.parse_stack(text)
@@ -337,8 +337,10 @@ def check_stack(side: str, text: str) -> None:
 
 
 def stack_of(side: str, text: str, base: str, package: str) -> str:
-    """Return the stack that an option names: a stack, or a release of the package on top of
-    ``base``. Raises ConfigError."""
+    """Return the stack of an option. Raise ConfigError.
+
+    The option's value is a stack, or a release of the package, which replaces the one in ``base``.
+    """
     from repro_matrix.environment import stacks
     from repro_matrix.environment.stacks import lock as locks
     from repro_matrix.search.bisect import is_release

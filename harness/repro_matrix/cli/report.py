@@ -53,14 +53,11 @@ FORMATS = ("html", "text", "junit", "markdown", "json")
     "--site", metavar="DIR", help="write a static site: an index, and a page for each case"
 )
 def main(args: options.Arguments) -> int:
-    gc.freeze()
-    # many small objects that all live to the end: looking for garbage doubles the time
-    gc.disable()
+    gc.disable()  # many small objects that all live to the end: collections double the time
     results_root = project.current().results
-    names = [word for word in args.overrides if "=" not in word]
-    folders = [Path(name).expanduser() for name in names] or (
-        [] if args.baseline else [results_root / "scratch"]
-    )
+    folders = [Path(word).expanduser() for word in args.overrides if "=" not in word]
+    if not folders and not args.baseline:
+        folders = [results_root / "scratch"]
     folders = [runs.last_run(folder) for folder in folders]
     if args.baseline:
         folders += [
@@ -99,8 +96,10 @@ def _exit_code(found: Results) -> int:
 
 
 def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found: Results) -> None:
-    """Raise ResultsError: nothing was selected, or no folder holds results. A run that measured
-    nothing has a page."""
+    """Raise ResultsError if nothing is selected, or if no folder has results.
+
+    A run that measured nothing has a page, too.
+    """
     if selection:
         words = " ".join(f"{axis}={','.join(patterns)}" for axis, patterns in selection.items())
         hint = "".join(nearest(one, found.stored_cases) for one in selection.get("case", ()))
@@ -115,8 +114,10 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
 
 
 def _target(args: options.Arguments, folders: list[Path], root: Path, suffix: str) -> Path | None:
-    """Return the file to write, or None for stdout. ``suffix``: of the default name. Raise
-    ResultsError: it cannot be, or is among the evidence."""
+    """Return the file to write, or None for stdout. Raise ResultsError for a file of evidence.
+
+    ``suffix``: the end of the default name.
+    """
     if args.output == "-" or (args.output is None and args.format != "html"):
         return None
     if args.output is None:

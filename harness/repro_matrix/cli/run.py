@@ -17,6 +17,7 @@ from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, ExitCode
+from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.rows import error_at
 from repro_matrix.runner import run as workspace
@@ -44,8 +45,7 @@ def main(args: options.Arguments) -> int:
 
 
 def run_script(args: options.Arguments) -> int:
-    from repro_matrix.runner.adhoc_case import in_shell, known_failures
-    from repro_matrix.search.script_prober import describe_probe_result
+    from repro_matrix.runner.adhoc_case import in_shell
 
     script, spec, settings = scripts.script_of(args)
     request = script.request(spec, settings.repeat)
@@ -67,32 +67,39 @@ def run_script(args: options.Arguments) -> int:
         )
     if summary.problem:
         raise summary.problem
-    if not summary.documents:  # interrupted; said when it was
+    if not summary.documents:  # interrupted
         return ExitCode.INTERRUPTED
     document = summary.documents[0]
     attempts = document["variants"][VARIANT]["attempts"]
-    outcomes = {made["outcome"]["outcome"] for made in attempts}
-    shipped = catalog.load().cases if outcomes - {"passed", "infra_error"} else {}
-    known = known_failures(attempts, shipped.values())
-    if args.json:
-        print_json(
-            {
-                **document,
-                "attempts": attempts,
-                "error_at": error_at(attempts),
-                "known": known,
-                "document": document["path"],
-            }
-        )
-    else:
-        print("\n".join(describe_probe_result(case, document)))
-        for slug in known:
-            print(f"a known failure: {slug}, {shipped[slug].title}")
-            print(f"  its fixes: `repro show {slug}`; live: `repro run {slug}`")
+    outcomes = {attempt["outcome"]["outcome"] for attempt in attempts}
+    _print_result(args, case, document, outcomes)
+    if not args.json:
         print(f"on stack {spec}; result: {document['path']}")
     if summary.interrupted:
         return ExitCode.INTERRUPTED
-    failed = {"reproduced"} if case.failure else {"other_failure"}
+    if outcomes == {"passed"}:
+        return 0
     if args.bisect_exit:
-        return 1 if outcomes & failed else 0 if outcomes == {"passed"} else 125
-    return 0 if outcomes == {"passed"} else 3 if outcomes <= {"infra_error"} else 1
+        failed = "reproduced" if case.failure else "other_failure"
+        return 1 if failed in outcomes else 125
+    return 3 if outcomes <= {"infra_error"} else 1
+
+
+def _print_result(
+    args: options.Arguments, case: AdhocCase, document: Document, outcomes: set[str]
+) -> None:
+    """Print the outcome of a script, and the known failures that it shows."""
+    from repro_matrix.runner.adhoc_case import known_failures
+    from repro_matrix.search.script_prober import describe_probe_result
+
+    attempts = document["variants"][VARIANT]["attempts"]
+    shipped = catalog.load().cases if outcomes - {"passed", "infra_error"} else {}
+    known = known_failures(attempts, shipped.values())
+    if args.json:
+        more = {"attempts": attempts, "error_at": error_at(attempts), "known": known}
+        print_json({**document, **more, "document": document["path"]})
+        return
+    print("\n".join(describe_probe_result(case, document)))
+    for slug in known:
+        print(f"a known failure: {slug}, {shipped[slug].title}")
+        print(f"  its fixes: `repro show {slug}`; live: `repro run {slug}`")
