@@ -39,9 +39,8 @@ OVERRIDES = (
 )
 SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fields))
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
-# Option of a script -> the function of runner/script_failure.py that reads the failure it
-# describes.
-FAILURES = {"error": "error", "log": "log", "exit": "exit_code", "hang": "hang", "metric": "metric"}
+# Options that describe a script's failure: script_failure.OPTIONS, whose import takes longer.
+FAILURES = ("error", "log", "exit", "hang", "metric")
 
 
 class Parser(argparse.ArgumentParser):
@@ -330,8 +329,7 @@ def _failure_of(args: argparse.Namespace) -> ScriptFailure:
         )
     if not names or names == ["numbers"]:
         return script_failure.ScriptFailure()
-    failure: ScriptFailure = getattr(script_failure, FAILURES[names[0]])(getattr(args, names[0]))
-    return failure
+    return script_failure.OPTIONS[names[0]](getattr(args, names[0]))
 
 
 def script_of(
