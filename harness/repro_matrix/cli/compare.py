@@ -26,6 +26,7 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
 from repro_matrix.search.algorithms import Stopped
+from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
 
@@ -88,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
         for side, stack in (("good", built[0]), ("bad", built[1]))
         if options.varies(args)
     ]
-    runner = compare.TraceRunner(log, stop)
+    runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
             found = compare.compare_trainings(runner, good, bad, window)

@@ -25,6 +25,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
 from repro_matrix.search.algorithms import Stopped
+from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
 
@@ -41,13 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.compare import consistency  # numpy
-    from repro_matrix.compare.two_sides import TraceRunner, Window
+    from repro_matrix.compare.two_sides import Window
     from repro_matrix.runner.adhoc_case import in_shell
 
     chosen, base = options.configurations(args)
     stack = in_shell(replace(stacks.resolve(base, say=log), name=base))
     stop = threading.Event()
-    runner = TraceRunner(log, stop)
+    runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
             found, runs = consistency.check_consistency(

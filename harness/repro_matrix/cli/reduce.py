@@ -23,7 +23,7 @@ from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import in_shell
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
-from repro_matrix.search.reduce import CaseReduction, ScriptReduction
+from repro_matrix.search.reduce import CaseReduction, Limits, ScriptReduction
 from repro_matrix.text import log
 
 
@@ -69,10 +69,8 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
     script, spec, settings = options.script_of(args)
-    stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
-    return ScriptReduction(
-        script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop
-    )
+    stack, limits = in_shell(_stack(spec)), Limits(settings.repeat or 1, args.max_probes)
+    return ScriptReduction(script, args.case, args.script_args, stack, limits, log, stop)
 
 
 def _stack(spec: str) -> Stack:
