@@ -27,6 +27,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
+from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
 
@@ -94,7 +95,7 @@ def main(args: options.Arguments) -> int:
     varied = {}
     if scripts.varies(args):
         varied = {side: scripts.configurations(each)[0] for side, each in sides.items()}
-    runner = two_sides.TraceRunner(log, stop)
+    runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         found = two_sides.compare_trainings(runner, (one, built[0]), (other, built[1]), window)
         for (side, chosen), stack in zip(varied.items(), built):
