@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +23,7 @@ from repro_matrix.baseline.quarantine import Quarantine
 from repro_matrix.changes import history
 from repro_matrix.changes.diff import describe_row
 from repro_matrix.changes.history import NightlyRun, by_place
-from repro_matrix.changes.missing import (
-    SHOWN,
-    MissingResult,
-    Requested,
-    describe_missing,
-    find_missing,
-)
+from repro_matrix.changes.missing import SHOWN, MissingResult, describe_missing, find_missing
 from repro_matrix.changes.regressions import (
     ChangedCase,
     Regressions,
@@ -39,12 +32,10 @@ from repro_matrix.changes.regressions import (
 )
 from repro_matrix.changes.sides import Side, VariantResult
 from repro_matrix.config import project
-from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
-from repro_matrix.planning.cells import variants_of
+from repro_matrix.errors import ExitCode, MeasureError, ResultsError
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results import runs, store
 from repro_matrix.results.runs import Run
-from repro_matrix.runner.session import Request, make_request
 from repro_matrix.text import counted, list_some
 
 NOTHING_COMPARED = (
@@ -157,13 +148,14 @@ def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -
     for each in since.changed:
         if each.digest not in night.acknowledged:
             changed.setdefault(each.case, []).append(each)
-    requested = load_requested(night.side)
     same = (
         run.run_id
         for run in earlier
         if run.started == tonight.started and len(run.rows) == len(tonight.rows)
     )
-    return Comparison(since, find_missing(rows, earlier, requested), changed, next(same, None))
+    return Comparison(
+        since, find_missing(rows, earlier, night.side.runs), changed, next(same, None)
+    )
 
 
 def _judge(night: Night, compared: Comparison) -> Iterator[Finding]:
@@ -277,32 +269,6 @@ def _is_finished(run: Run) -> bool:
     """Return whether a run ended, and left out cells only because of its time limit."""
     limited = any(text.startswith("time_limit=") for text in run.texts)
     return run.state == runs.ENDED and (limited or not run.left)
-
-
-def load_requested(side: Side) -> list[Requested]:
-    """Return what the runs of these results requested, by their overrides and today's catalog.
-
-    If overrides do not fit the catalog any more, everything counts as requested: the list is empty.
-    """
-    try:
-        stacks = {row.stack for row in side.rows}
-        return [_requested(make_request(run.texts), run, stacks) for run in side.runs]
-    except ConfigError:
-        return []
-
-
-def _requested(asked: Request, run: Run, measured: set[str]) -> Requested:
-    cells, patterns = asked.cells, asked.settings.variants
-    variants = {}
-    for case in (asked.catalogue.cases[slug] for slug in {cell.case for cell in cells}):
-        named = [
-            each
-            for each in case.variants
-            if any(fnmatchcase(each, pattern) for pattern in patterns or ())
-        ]
-        variants[case.slug] = set(variants_of(case, named) if patterns else case.variants)
-    keys, stacks = {cell.key for cell in cells}, {cell.stack for cell in cells}
-    return Requested(variants, keys, stacks | measured, asked.hardware, run.left or ())
 
 
 def stored_lock(folder: Path, stack: str, run_id: str) -> Path:
