@@ -23,7 +23,7 @@ ORDERING = ("torch", "transformers")
 
 @dataclass(frozen=True)
 class Advice:
-    """What measurements say about a failure on some versions.
+    """The advice on a failure for some versions.
 
     ``releases``: a sentence about its history. ``fits``: it was measured on these versions.
     ``absent``: it was, and does not reproduce there. ``helps``, ``does_not``: variants. ``others``:

@@ -71,7 +71,7 @@ class Night:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class NightComparison:
     """What differs from the passing runs before. ``changed``: by case, without what was
     acknowledged. ``unchanged_since``: the run that stored the same results before, or None."""
 
@@ -81,7 +81,7 @@ class Comparison:
     unchanged_since: str | None
 
 
-class Finding(NamedTuple):
+class NightFinding(NamedTuple):
     """A reason why a night does not pass. ``differs``: exit code 1, else 3."""
 
     differs: bool
@@ -139,7 +139,7 @@ def _check(side: Side) -> None:
         raise ResultsError(f"{side.name}: no results: nothing was measured or uploaded")
 
 
-def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -> Comparison:
+def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -> NightComparison:
     rows = night.side.rows
     packages = night.side.packages
     since = compare_to_last_passing(rows, earlier, night.is_quarantined, packages)
@@ -153,36 +153,36 @@ def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -
         for run in earlier
         if run.started == tonight.started and len(run.rows) == len(tonight.rows)
     )
-    return Comparison(
+    return NightComparison(
         since, find_missing(rows, earlier, night.side.runs), changed, next(same, None)
     )
 
 
-def _judge(night: Night, compared: Comparison) -> Iterator[Finding]:
+def _judge(night: Night, compared: NightComparison) -> Iterator[NightFinding]:
     """Yield every reason why the night does not pass: first what differs, then what is missing."""
     side, rows = night.side, by_place(night.side.rows).values()
     if compared.changed:
-        yield Finding(True, f"results of {counted(len(compared.changed), 'case')} changed")
+        yield NightFinding(True, f"results of {counted(len(compared.changed), 'case')} changed")
     unexpected = compared.since.unexpected(side.rows, night.acknowledged)
     yield from _rows_finding(True, "result", "not as expected", unexpected)
     cells = {row.key for row in rows}
     for entry in night.quarantined:
         if entry.until < night.today and entry.cell in cells:
-            yield Finding(True, entry.describe_expired())
+            yield NightFinding(True, entry.describe_expired())
     if night.run_exit_code:
-        yield Finding(False, f"the runs ended with exit code {night.run_exit_code}")
+        yield NightFinding(False, f"the runs ended with exit code {night.run_exit_code}")
     for run in side.runs:
         if not _is_finished(run):
-            yield Finding(False, f"{run.folder}: the run did not end")
+            yield NightFinding(False, f"{run.folder}: the run did not end")
     if compared.unchanged_since:
         before = compared.unchanged_since
-        yield Finding(False, f"this run is stored as {before}: nothing was measured since")
+        yield NightFinding(False, f"this run is stored as {before}: nothing was measured since")
     if side.unreadable:
-        yield Finding(False, f"{counted(len(side.unreadable), 'file')} could not be read")
+        yield NightFinding(False, f"{counted(len(side.unreadable), 'file')} could not be read")
     missing = [each for each in compared.missing if not each.excuse]
     if missing:
         reason = f"{counted(len(missing), 'result')} missing"
-        yield Finding(False, reason, list(describe_missing(missing)))
+        yield NightFinding(False, reason, list(describe_missing(missing)))
     other = [row for row in rows if row.measured and row.expected in DIFFERS_FROM_PREDICTION]
     fixes = [row for row in other if row.expected == "differs_from_documentation"]
     failing = [row for row in fixes if not night.is_quarantined(row.key, row.variant)]
@@ -193,21 +193,23 @@ def _judge(night: Night, compared: Comparison) -> Iterator[Finding]:
     lacking = [cell for cell in side.lacking if cell not in {row.key for row in other}]
     if lacking:
         text = f"Not measured completely: {list_some(lacking, SHOWN, '; ')}"
-        yield Finding(False, f"{counted(len(lacking), 'cell')} not measured completely", [text])
+        yield NightFinding(
+            False, f"{counted(len(lacking), 'cell')} not measured completely", [text]
+        )
     if not any(row.measured for row in rows):
-        yield Finding(False, "nothing was measured")
+        yield NightFinding(False, "nothing was measured")
 
 
 def _rows_finding(
     differs: bool, what: str, how: str, rows: Sequence[VariantResult]
-) -> Iterator[Finding]:
+) -> Iterator[NightFinding]:
     texts = [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in rows]
     if texts:
         message = f"{how.capitalize()}: {list_some(texts, SHOWN, '; ')}"
-        yield Finding(differs, f"{counted(len(rows), what)} {how}", [message])
+        yield NightFinding(differs, f"{counted(len(rows), what)} {how}", [message])
 
 
-def _exit_code(night: Night, findings: Sequence[Finding]) -> int:
+def _exit_code(night: Night, findings: Sequence[NightFinding]) -> int:
     if any(each.differs for each in findings):
         return ExitCode.DIFFERS
     return night.run_exit_code or (ExitCode.INCOMPLETE if findings else ExitCode.OK)
@@ -221,7 +223,7 @@ def _store_locks(night: Night, folder: Path) -> None:
 
 
 def _describe(
-    night: Night, compared: Comparison, findings: Sequence[Finding], code: int
+    night: Night, compared: NightComparison, findings: Sequence[NightFinding], code: int
 ) -> NightReport:
     since, rows = compared.since, by_place(night.side.rows)
     notes = list(describe_missing(each for each in compared.missing if each.excuse))
