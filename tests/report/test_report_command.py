@@ -184,7 +184,8 @@ def test_report_shows_the_history_of_nightly_runs(
     assert "has no earlier run that passed" in " ".join(capsys.readouterr().out.split()), (
         "not compared with itself"
     )
-    history.store_run(tmp_path, replace(run, run_id="monday", started=run.started - 9))
+    earlier = tuple(replace(row, started=row.started - 9) for row in run.rows)
+    history.store_run(tmp_path, replace(run, run_id="monday", rows=earlier))
     assert main(command) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert "monday" in text and "these results" in text and "this run" not in text

@@ -449,17 +449,13 @@ class Headline:
             else []
         )
         what = " and ".join(parts) or "Nothing"
-        left = (
-            " Not compared, because it was not as predicted or documented then:"
-            f" {list_some(self.since.left_open)}."
-        )
         also = f" Also changed: {list_some(causes, 2)}." if causes else ""
         also += (
             f" Flaky now, which chance explains: {list_some(self._newly_flaky)}."
             if self._newly_flaky
             else ""
         )
-        return f"{what} since {self.previous}.{left * bool(self.since.left_open)}{also}"
+        return f"{what} since {self.previous}.{also}"
 
     @cached_property
     def _newly_flaky(self) -> list[str]:
