@@ -26,10 +26,10 @@ from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
 from repro_matrix.planning.plan import newer_release
 from repro_matrix.report.attention import ATTENTION, NOTHING, attention, describe_kind
-from repro_matrix.report.formats import Remarks, to_junit
+from repro_matrix.report.formats import to_junit
 from repro_matrix.report.headline import Headline, headline
+from repro_matrix.report.load import Remarks, load_results
 from repro_matrix.report.page_model import cells_of
-from repro_matrix.report.render import load_results
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.run_summary import exit_line
 from repro_matrix.report.terminal import label

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.compare import consistency
     from repro_matrix.compare import page as comparison
     from repro_matrix.compare import two_sides as compare  # numpy
-    from repro_matrix.report.render import write_report
+    from repro_matrix.report.page import write_report
     from repro_matrix.runner.adhoc_case import in_shell
 
     (one, base, _), (other, _, _) = (

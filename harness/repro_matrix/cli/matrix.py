@@ -75,7 +75,7 @@ def run_selection(
     )
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
-    from repro_matrix.report.render import write_run_page  # imports Jinja
+    from repro_matrix.report.page import write_run_page  # imports Jinja
 
     stop = threading.Event()
     with (

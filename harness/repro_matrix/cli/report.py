@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from repro_matrix.changes.sides import patterns_of
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
-from repro_matrix.report import render as load
-from repro_matrix.report.render import Results
+from repro_matrix.report import page
+from repro_matrix.report.formats import find_format, format_names
+from repro_matrix.report.load import Results, load_results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
-
-FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder with nights.jsonl: show what changed over the nightly runs",
     )
-    add("--format", choices=FORMATS, default="html", help="default: html, one self-contained file")
+    add(
+        "--format",
+        choices=format_names(),
+        default="html",
+        help="default: html, one self-contained file",
+    )
     add(
         "--output",
         metavar="FILE",
@@ -63,21 +68,21 @@ def main(args: argparse.Namespace) -> int:
     selection = patterns_of(word for word in args.overrides if "=" in word)
     target = _target(args, folders, results_root, "-selected" if selection else "")
     history = Path(args.history).expanduser() if args.history else None
-    found = load.load_results(folders, selection, history)
+    found = load_results(folders, selection, history)
     if not found.cells and not found.remarks.incomplete:
         _refuse_nothing(selection, folders, found)
     if args.site:
-        site = load.render_site(load.page(found, folders))
-        load.write_site(Path(args.site), site)
+        site = page.render_site(page.page_of(found))
+        page.write_site(Path(args.site), site)
         print(f"{len(site)} pages: {Path(args.site) / 'index.html'}")
         return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    text = load.render_page(args.format, found, folders, target)
+    text = find_format(args.format)(replace(found, target=target))
     if target is None:
         sys.stdout.write(text)
     else:
-        load.write_report(target, text)
+        page.write_report(target, text)
         print(target)
     return _exit_code(found)
 
