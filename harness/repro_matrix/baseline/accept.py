@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from repro_matrix import git
 from repro_matrix.baseline.derivation import (
     expectations,
     is_whole,
@@ -381,7 +382,7 @@ def _of_other_code(
     ):
         paths = [catalogue.script(catalogue.cases[slug]), *store.shared_code(catalogue)]
         reason = (
-            store.since(commit, root, [path for path in paths if path.is_relative_to(root)])
+            git.since(commit, root, [path for path in paths if path.is_relative_to(root)])
             if commit
             else None
         )

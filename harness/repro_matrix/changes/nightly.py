@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from repro_matrix import git
 from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.quarantine import Quarantine
 from repro_matrix.changes import history
@@ -34,7 +35,7 @@ from repro_matrix.changes.sides import Side
 from repro_matrix.config import project
 from repro_matrix.errors import ExitCode, MeasureError, ResultsError
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
-from repro_matrix.results import runs, store
+from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, list_some
@@ -265,7 +266,7 @@ def _describe(
 def not_committed() -> list[str]:
     """Return the uncommitted files of expectations and of the quarantine: nobody reviewed them."""
     own, places = project.current(), (project.current().expected, quarantine.file())
-    return [file for place in places for file in store.uncommitted_files(own.folder, [place])]
+    return [file for place in places for file in git.uncommitted_files(own.folder, [place])]
 
 
 def _is_finished(run: Run) -> bool:
