@@ -279,13 +279,10 @@ def test_diff_command_gives_documented_exit_codes(
     generate = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     subset = write(results / "subset", {"unfixed": FIRED}, **at)
     both = write(write(results / "both", {"unfixed": FIRED}, **at), {"unfixed": FIRED}, **generate)
-    for texts, code in (
-        (["case=ddp-ready-once"], 0),
-        (["case=ddp-ready-once,fsdp-generate"], 3),
-        ([], 3),
-    ):
-        runs.note(subset, [*texts, "hardware=cpu"], runs.ENDED)
-        assert diff(both, subset) == code, texts
+    planned = [f"cpu current {each['cell_id']}" for each in (at, generate)]
+    for names, code in ((planned[:1], 0), (planned, 3), ([], 3)):
+        runs.note(subset, [], runs.ENDED, planned=names)
+        assert diff(both, subset) == code, names
     (other / "cpu" / "s" / "some-case" / "x.json").write_text('{"schema": 1, ')
     assert diff(other, one) == 3 and "x.json" in "".join(capsys.readouterr().err.split())
     assert (

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from observations import SCRIPT, exception, failed, frame, observation
 from repro_matrix.changes import history, nightly
 from repro_matrix.changes.history import NightlyRun
-from repro_matrix.changes.missing import Requested, describe_missing, find_missing
+from repro_matrix.changes.missing import describe_missing, find_missing
 from repro_matrix.changes.regressions import compare_to_last_passing
-from repro_matrix.changes.sides import load_folder
 from repro_matrix.cli import main as cli
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.results.summary import load_rows
 from results_by_hand import (
     BOOM,
@@ -269,7 +269,10 @@ def test_changed_case_says_what_else_changed() -> None:
     assert usual.versions == {"tokenizers": ("1", "none")}, (
         "without a list of all packages, only the usual ones"
     )
-    old = replace(then, machines={})
+    old = replace(
+        then,
+        rows=tuple(with_values(row, hardware={"cpu": "", "driver": None}) for row in then.rows),
+    )
     assert compare_to_last_passing(tonight, [old], packages=packages).changed[0].machine == {}
     body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight")[1]
     assert all(
@@ -278,14 +281,18 @@ def test_changed_case_says_what_else_changed() -> None:
     assert "No package" not in body
 
 
-ALL = Requested({"c": {"unfixed", "fix"}}, {"c/m", "c/n"}, {"now"})
 BOTH = make_run("passing", [*A, *B], 0)
 
 
-def missing(
-    tonight: Rows, requested: Requested = ALL, *history_: NightlyRun
-) -> list[tuple[str, str, str]]:
-    found = find_missing(tonight, history_ or [BOTH], [requested])
+def run_of(*planned: str, **changes: Any) -> Run:
+    return Run(Path("tonight"), (), runs.ENDED, planned=planned, **changes)
+
+
+ALL = run_of("cpu now c/m", "cpu now c/n")
+
+
+def missing(tonight: Rows, run: Run = ALL, *history_: NightlyRun) -> list[tuple[str, str, str]]:
+    found = find_missing(tonight, history_ or [BOTH], [run])
     return [(each.row.cell_id, each.row.variant, each.excuse) for each in found]
 
 
@@ -294,7 +301,6 @@ def missing(
     [
         ([*A, *B], []),
         (A, [("c/n", "unfixed")]),
-        ([A[0], *B], [("c/m", "fix")]),
         ([*cell({"unfixed": REPRODUCED, "fix": SKIPPED}), *B], [("c/m", "fix")]),
         (
             [*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, reason="a GPU failed")}), *B],
@@ -313,32 +319,35 @@ def test_find_missing_lists_cells_and_variants(
 
 
 @pytest.mark.parametrize(
-    ("requested", "excuse"),
+    ("run", "excuse"),
     [
-        (replace(ALL, cells={"c/m"}), "not requested"),
-        (replace(ALL, stacks={"later"}), "not requested"),
-        (replace(ALL, hardware=("gpu*",)), "not requested"),
-        (replace(ALL, variants={}), "not requested"),
-        (replace(ALL, variants={"c": {"fix"}}), "not requested"),
-        (replace(ALL, unstarted=("cpu now c/n",)), "no time left"),
+        (run_of("cpu now c/m"), "not requested"),
+        (run_of("cpu now c/m", "cpu later c/n"), "not requested"),
+        (replace(ALL, left=("cpu now c/n",)), "no time left"),
+        (run_of("cpu now c/m", "gpu1 now c/n"), ""),
+        (replace(run_of("cpu now c/m"), texts=("shard=1/2",)), ""),
+        (run_of(), ""),
         (ALL, ""),
     ],
 )
-def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse: str) -> None:
-    assert missing(A, requested) == [("c/n", "unfixed", excuse)]
+def test_find_missing_is_excused_by_the_run_itself(run: Run, excuse: str) -> None:
+    assert missing(A, run) == [("c/n", "unfixed", excuse)]
+
+
+def test_find_missing_a_variant_that_the_run_left_out_is_a_note() -> None:
+    assert missing([A[0], *B]) == [("c/m", "fix", "not requested")]
+    assert missing([A[0], *B], run_of()) == [("c/m", "fix", "")]
 
 
 def test_find_missing_looks_further_back_than_the_last_run() -> None:
     between = make_run("between", A, 0)
     assert missing(A, ALL, BOTH, between) == [("c/n", "unfixed", "")]
-    restricted = replace(ALL, cells={"c/m"})
+    restricted = run_of("cpu now c/m")
     assert missing(A, restricted, BOTH, between) == [], "a note for the last passing run only"
     assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
-    none = replace(ALL, cells=())
-    found = find_missing(A, [BOTH], [none, ALL])
-    assert [each.excuse for each in found] == [""], "one that requested it is enough"
-    (unknown,) = find_missing(A, [BOTH], [])
-    assert not unknown.excuse, "without a stored request, everything counts as requested"
+    (both,) = find_missing(A, [BOTH], [restricted, run_of("cpu now c/n")])
+    (none,) = find_missing(A, [BOTH], [])
+    assert both.excuse == none.excuse == ""
 
 
 def test_find_missing_a_skip_counts_unless_the_passing_run_had_it() -> None:
@@ -370,22 +379,6 @@ EMBEDDING = raised(
     ("transformers.models.qwen2.modeling_qwen2", "forward"),
     ("torch.nn.functional", "embedding"),
 )
-
-
-def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
-    runs.note(
-        tmp_path,
-        [f"case={CASE}", "variants=[non-*]", "hardware=cpu", "shard=1/2"],
-        runs.ENDED,
-        ["a b c"],
-    )
-    (requested,) = nightly.load_requested(load_folder(tmp_path))
-    assert requested.cells == {KEY} and requested.stacks == {"current"}
-    assert requested.hardware == ["cpu"] and requested.unstarted == ("a b c",)
-    assert requested.variants == {CASE: {"unfixed", "non-reentrant"}}
-    for text in ("case=no-such-case", "case=[["):
-        runs.note(tmp_path, [text], runs.ENDED)
-        assert nightly.load_requested(load_folder(tmp_path)) == []
 
 
 @given(one=SIDES, other=SIDES)
@@ -690,19 +683,19 @@ def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(
 ) -> None:
     other = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     at = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
-    both = f"case=fsdp-generate,{CASE}"
+    both, only = [f"cpu current {KEY}", f"cpu current {other['cell_id']}"], "case=fsdp-generate"
     write(results / "mon", {"unfixed": KNOWN}, **at)
-    for started, (name, texts, left, expected) in enumerate(
+    for started, (name, texts, left, planned, expected) in enumerate(
         (
-            ("mon", [both], None, 0),
-            ("tue", [both], None, 3),
-            ("thu", ["case=fsdp-generate"], None, 0),
-            ("wed", [both, "time_limit=60m"], [f"cpu current {KEY}"], 0),
+            ("mon", [], None, both, 0),
+            ("tue", [], None, both, 3),
+            ("thu", [only], None, both[1:], 0),
+            ("wed", ["time_limit=60m"], both[:1], both, 0),
         ),
         1,
     ):
         write(results / name, {"unfixed": EMBEDDING}, started, **other)
-        runs.note(results / name, [*texts, "hardware=cpu"], runs.ENDED, left)
+        runs.note(results / name, texts, runs.ENDED, left, planned=planned)
         code, text = night(name)
         assert code == expected and ("Missing: 1 variant" in text) == bool(expected), name
 

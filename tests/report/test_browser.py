@@ -15,8 +15,8 @@ from report_cells import HOSTILE, cell, head, skipped_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
 from repro_matrix.paths import ROOT
+from repro_matrix.report.page import render_file, render_site
 from repro_matrix.report.page_model import CellView, build_page
-from repro_matrix.report.render import render_file, render_site
 
 from bench import chromium
 from bench.chromium import Chromium

@@ -19,8 +19,8 @@ from repro_matrix.changes.history import make_run
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
+from repro_matrix.report.page import render_file, render_site
 from repro_matrix.report.page_model import CellView, Page, build_page, cells_of
-from repro_matrix.report.render import render_file, render_site
 from repro_matrix.report.terminal import LABELS
 from repro_matrix.text import block, line
 

@@ -30,8 +30,8 @@ MAX_REASONS = 3  # that are shown
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What one stored cell shows of one prediction."""
+class ClaimEvidence:
+    """The evidence of one stored cell for or against a prediction."""
 
     document: str  # where it is stored
     case: str
@@ -60,7 +60,7 @@ class ClaimRow:
     source: str
     status: Status
     detail: str  # mixed: on what; untested: why; else how much was measured
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[ClaimEvidence, ...] = ()
     brief: str = ""  # of a settled one: by how many measurements
 
 
@@ -78,8 +78,10 @@ def ledger(cases: Iterable[Case], rows: Iterable[Row]) -> list[ClaimRow]:
 
 
 def _cells(rows: Iterable[Row]) -> list[Cell]:
-    """Group the rows of complete cells; the rows of one cell are consecutive, its first variant
-    first."""
+    """Group the rows of complete cells.
+
+    The rows of a cell are consecutive, its first variant first.
+    """
     cells: list[dict[str, Row]] = []
     for row in rows:
         if row.first:
@@ -95,7 +97,7 @@ def _first(cell: Cell) -> Row:
 
 def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> ClaimRow:
     def result(
-        status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = ""
+        status: Status, detail: str, evidence: Iterable[ClaimEvidence] = (), brief: str = ""
     ) -> ClaimRow:
         return ClaimRow(
             case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief
@@ -103,7 +105,7 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
 
     if claim.untestable:
         return result("untested", claim.untestable)
-    evidence: list[Evidence] = []
+    evidence: list[ClaimEvidence] = []
     missing: list[str] = []
     uncommitted = False
     for prediction in claim.predictions:
@@ -138,8 +140,8 @@ def _reasons(reasons: list[str]) -> str:
     return list_some(list(dict.fromkeys(reasons)), MAX_REASONS, "; ")
 
 
-def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
-    """A simulation decides nothing where a real measurement does."""
+def _real_before_simulated(found: list[ClaimEvidence]) -> list[ClaimEvidence]:
+    """Let a simulation decide nothing if a real measurement decides."""
     if not any(item.holds is not None and not item.simulated for item in found):
         return found
     reason = "simulated, and a real measurement decides"
@@ -149,10 +151,12 @@ def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
     ]
 
 
-def _newest(evidence: list[Evidence], cells: Sequence[Cell]) -> list[Evidence]:
-    """Keep one per cell, versions and machine: the newest that decides, else the newest. Lists are
-    newest first."""
-    kept: dict[str, Evidence] = {}
+def _newest(evidence: list[ClaimEvidence], cells: Sequence[Cell]) -> list[ClaimEvidence]:
+    """Keep one per cell, versions and machine: the newest that decides, else the newest.
+
+    Both lists are newest first.
+    """
+    kept: dict[str, ClaimEvidence] = {}
     for item, cell in zip(evidence, cells):
         hardware = _first(cell).hardware
         machine = (item.hardware, hardware.cpu, sorted(hardware.gpus))
@@ -183,9 +187,11 @@ def _is_about(prediction: Prediction, row: Row) -> bool:
     )
 
 
-def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evidence:
-    """Return what a cell shows; nothing where its settings differ from those of the cell's newest
-    measurement."""
+def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> ClaimEvidence:
+    """Return what a cell shows.
+
+    It decides nothing if its settings differ from those of the cell's newest measurement.
+    """
     holds, measured = decide(prediction, cell)
     row = _first(cell)
     newest = next(other for other in cells if _same_cell(_first(other), row))
@@ -204,7 +210,7 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evid
     setting = [f"{name}={value}" for name, value in row.flags.items()]
     setting += [word for word in row.overrides if word != f"ranks={row.ranks}"]
     setting += [row.scale, f"{row.weights} weights", *(["simulated"] if row.simulated else [])]
-    return Evidence(
+    return ClaimEvidence(
         document=row.evidence or row.cell_id,
         case=row.case,
         variant=prediction.variant,
@@ -248,23 +254,25 @@ def _predicted(prediction: Prediction) -> str:
 
 
 def _scope(prediction: Prediction, case: str) -> str:
-    """Describe what would have to be measured."""
+    """Describe the measurement that is missing."""
     axes = (prediction.model, prediction.strategy, prediction.stack, prediction.hardware)
     return " ".join(
         [f"{case}, variant {prediction.variant}", *(f"[{axis}]" for axis in axes if axis)]
     )
 
 
-# -- conditions: where a claim holds, and where it does not
+# -- conditions: on what a claim's truth depends
 
 AXES = ("when", "variant", "model", "strategy", "ranks", "hardware", "setting", "case", "predicted")
 PACKAGES = (*UPSTREAM, "trl")
 MAX_VALUES = 4  # of one side
 
 
-def _conditions(decided: Sequence[Evidence]) -> str:
-    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the first axis, or package, that
-    separates the sides."""
+def _conditions(decided: Sequence[ClaimEvidence]) -> str:
+    """Return the condition: ``holds in torch 2.2.2; not in torch 2.13.0``.
+
+    It is the first axis, or package, that separates both sides.
+    """
     for axis in (*AXES, *PACKAGES):
         sides: dict[bool | None, set[str]] = {True: set(), False: set()}
         for item in decided:

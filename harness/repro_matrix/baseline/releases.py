@@ -35,10 +35,11 @@ STATES: Mapping[str, State] = {
 
 @dataclass(frozen=True)
 class ReleaseRange:
-    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range
-    and the one before.
-    ``alone``: the measurements on both sides of its beginning are of one cell, and differ in this
-    package only."""
+    """A range of measured releases with one state.
+
+    ``follows``: there is no release between this range and the one before. ``alone``: the
+    measurements on both sides of its beginning are of one cell, and differ only in this package.
+    """
 
     state: State
     first: str
@@ -56,10 +57,10 @@ class ReleaseRange:
 
 @dataclass(frozen=True)
 class Releases:
-    """What was measured over the releases of one package, the oldest first. ``ranges`` is empty
-    where nothing was.
+    """The states of a failure over the releases of one package, the oldest first.
 
-    ``every``: the releases of all relevant packages, where none of them makes a difference.
+    ``ranges`` is empty if nothing was measured. ``every``: the releases of all relevant packages,
+    if none makes a difference.
     """
 
     package: str = ""
@@ -68,8 +69,7 @@ class Releases:
 
     @property
     def reproduces(self) -> str:
-        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``; "" if it never
-        did."""
+        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``, or "" if never."""
         found = [each for each in self.ranges if each.state == "reproduces"]
         if found and self.every:
             return ", ".join(f"{name} {each.span}" for name, each in self.every.items())
@@ -78,7 +78,7 @@ class Releases:
 
     @property
     def after(self) -> ReleaseRange | None:
-        """The first range after the failure; None while it reproduces, and where it never did."""
+        """Return the first range after the failure; None while it reproduces, or never did."""
         last = max(
             (index for index, each in enumerate(self.ranges) if each.state == "reproduces"),
             default=None,
@@ -87,8 +87,10 @@ class Releases:
 
     @property
     def ended(self) -> str:
-        """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6
-        and 5.0.0`` where releases in between were not measured; "" while it reproduces."""
+        """Say when the failure ended: ``in transformers 4.44.0``; "" while it reproduces.
+
+        If releases in between were not measured: ``between transformers 4.57.6 and 5.0.0``.
+        """
         if not self.after:
             return ""
         before = self.ranges[self.ranges.index(self.after) - 1]
@@ -98,8 +100,7 @@ class Releases:
 
     @property
     def sentence(self) -> str:
-        """Describe the whole history in a sentence; "" where it was measured on one release
-        only."""
+        """Describe the whole history in a sentence; "" if only one release was measured."""
         if not self.reproduces or all(
             each.first == each.last for each in (*self.ranges, *self.every.values())
         ):
@@ -144,8 +145,7 @@ def releases_of(case: Case) -> Releases:
 
 
 def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[ReleaseRange, ...]:
-    """Merge neighboring releases with the same state: the first one of STATES that any cell
-    shows."""
+    """Merge neighboring releases with the same state: the first of STATES that any cell shows."""
     order = list(dict.fromkeys(STATES.values()))
     states = {
         version: min((state for state, _ in each), key=order.index)
@@ -168,8 +168,7 @@ def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[Re
 def _others(
     package: str, version: Version, state: State, points: Iterable[Point]
 ) -> list[tuple[object, ...]]:
-    """Return the cells, the hardware and the other packages of the measurements of a release with
-    this state."""
+    """Return cells, hardware and other packages of a release's measurements in a state."""
     return [
         (cell, entry.hardware, {name: each for name, each in end.items() if name != package})
         for found, entry in points
@@ -180,8 +179,7 @@ def _others(
 
 
 def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:
-    """Whether an expectation that ends with one release and one that begins with the next leave no
-    release between."""
+    """Return whether two neighboring expectations leave no release between them."""
     ends = {
         (each.operator, each.version)
         for _, entry in before

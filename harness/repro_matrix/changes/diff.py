@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.grading.expected import settings_difference
 from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, list_some
-
-if TYPE_CHECKING:
-    from repro_matrix.changes.missing import Requested
 
 # In the order of importance to a reader.
 KINDS = {
@@ -77,27 +75,22 @@ class Diff:
     def select(self, kinds: Iterable[str]) -> list[Change]:
         return [change for change in self.changes if change.kind in kinds]
 
-    def without_unrequested(self, requested: Sequence[Requested]) -> Diff:
-        """Return the comparison without results that none of the second side's runs requested."""
-        if not requested:
-            return self
+    def without_unrequested(self, runs: Sequence[Run]) -> Diff:
+        """Return the comparison without results that the second side's runs did not request."""
         there = {axis: pair[1] for axis, pair in self.across.items()}
         changes, excused = [], Counter[str]()
         for change in self.changes:
-            row = change.before if change.kind in LESS else None
-            excuse = ""
-            if row:
+            row, reason = change.row, ""
+            if change.kind in LESS:
                 hardware = there.get("hardware", row.hardware.profile)
-                place = (
-                    row.cell_id,
-                    hardware,
-                    there.get("stack", row.stack.name),
-                    row.variant,
+                left_out = bool(change.variant) and change.after is None
+                reason = excuse_for(
+                    row.cell_id, hardware, there.get("stack", row.stack.name), runs, left_out
                 )
-                excuse = min(each.excuse(place) for each in requested)
-            excused[excuse] += 1
-            changes += [] if excuse else [change]
-        del excused[""]
+            if reason:
+                excused[reason] += 1
+            else:
+                changes.append(change)
         return replace(self, changes=tuple(changes), excused=excused)
 
     @property
@@ -105,6 +98,19 @@ class Diff:
         """Return 1 where a result differs; else 3 where the second side lacks results of the first;
         else 0."""
         return 1 if self.select(RESULTS) else 3 if self.select(LESS) else 0
+
+
+def excuse_for(cell: str, hardware: str, stack: str, runs: Sequence[Run], left_out: bool) -> str:
+    """Return why these runs need not have measured a variant; "" if they should have.
+
+    ``left_out``: the cell was measured without this variant: by the selection or the catalog. A
+    shard should have measured what its run planned, which only the other shards know.
+    """
+    if any(f"{hardware} {stack} {cell}" in (run.left or ()) for run in runs):
+        return "no time left"
+    planned = [name.partition(" ")[2] for run in runs for name in run.planned]
+    known = planned and not any(text.startswith("shard=") for run in runs for text in run.texts)
+    return "not requested" if known and (left_out or f"{stack} {cell}" not in planned) else ""
 
 
 CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
@@ -115,14 +121,9 @@ def newest(rows: Iterable[Row]) -> Cells:
     """Group rows by cell; of a cell that was measured several times keep the newest result."""
     cells: dict[CellId, dict[tuple[float, str], dict[str, Row]]] = {}
     for row in rows:
-        cells.setdefault(
-            (
-                row.cell_id,
-                row.hardware.profile,
-                row.stack.name,
-            ),
-            {},
-        ).setdefault((row.started, row.evidence), {})[row.variant] = row
+        cells.setdefault((row.cell_id, row.hardware.profile, row.stack.name), {}).setdefault(
+            (row.started, row.evidence), {}
+        )[row.variant] = row
     return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
 
 
@@ -277,10 +278,7 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
 def _both_expected(old: Row, new: Row) -> bool:
     """Whether the reviewed expectation lists both failures for the same stack: which of them comes
     first is chance."""
-    same_stack = old.stack.name == new.stack.name and old.stack.versions in (
-        {},
-        new.stack.versions,
-    )
+    same_stack = old.stack.name == new.stack.name and old.stack.versions in ({}, new.stack.versions)
     return (
         same_stack
         and old.stored_verdict == new.stored_verdict

@@ -1,4 +1,4 @@
-"""The history of nightly runs: ``nights.jsonl``, a JSON line per run."""
+"""Store nightly runs in ``nights.jsonl``, a JSON line per run."""
 
 from __future__ import annotations
 
@@ -22,27 +22,20 @@ FILE = "nights.jsonl"
 
 @dataclass(frozen=True)
 class NightlyRun:
-    """``exit_code``: that of `repro nightly`; None where it is unknown. ``stacks``: stack ->
-    versions.
+    """The newest result of each cell in one run.
 
-    ``rows``: without settings, paths and what they have in common. ``quarantined``: (cell id,
-    variant) of changes that
-    did not count.
+    ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> all
+    packages, if the run stored them. ``quarantined``: (cell id, variant) of changes that did not
+    count. ``partial``: it measured or confirmed less than requested.
     """
 
-    schema: Literal[1]
     run_id: str
-    started: float
-    commit: str | None
-    exit_code: int | None
     rows: tuple[Row, ...]
-    stacks: Mapping[str, Mapping[str, str]]
+    exit_code: int | None = None
+    packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     quarantined: tuple[tuple[str, str], ...] = ()
-    dirty: bool = False
-    machines: Mapping[str, Mapping[str, str]] = field(
-        default_factory=dict
-    )  # hardware -> CPU, cores, memory ...
-    partial: bool = False  # it measured or confirmed less than requested: exit code 3
+    partial: bool = False
+    schema: Literal[2] = 2
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -52,12 +45,36 @@ class NightlyRun:
 
     @property
     def description(self) -> str:
-        less = "run without a difference, which measured or confirmed less than requested"
-        return f"last {less if self.partial else 'passing run'}"
+        if self.partial:
+            return "last run without a difference, which measured or confirmed less than requested"
+        return "last passing run"
+
+    @property
+    def started(self) -> float:
+        return max((row.started for row in self.rows), default=0.0)
+
+    @property
+    def commit(self) -> str | None:
+        """Return the commit, if all results have the same."""
+        commits = {row.commit for row in self.rows}
+        return commits.pop() if len(commits) == 1 else None
+
+    @property
+    def dirty(self) -> bool:
+        return any(row.dirty for row in self.rows)
+
+    def versions(self, stack: str) -> Mapping[str, str]:
+        known = (row.stack.versions for row in self.rows if row.stack.name == stack)
+        return self.packages.get(stack) or next(known, {})
+
+    def machine(self, hardware: str) -> Mapping[str, str]:
+        return next(
+            (row.hardware.description for row in self.rows if row.hardware.profile == hardware), {}
+        )
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
-# Details that no comparison reads, and that would be most of the file.
+# Most of the file would be these.
 _OMITTED: dict[str, Any] = {
     "checks": (),
     "errors": (),
@@ -65,9 +82,6 @@ _OMITTED: dict[str, Any] = {
     "settings": {},
     "torchrun": None,
     "evidence": "",
-    "started": 0.0,
-    "commit": None,
-    "dirty": False,
 }
 
 
@@ -77,32 +91,18 @@ def make_run(
     exit_code: int | None = None,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> NightlyRun:
-    """Make a run of the newest result of each cell. ``packages``: all those of a stack, where they
-    are known."""
-    cells = newest(rows)
-    kept = [row for cell_id in sorted(cells) for row in cells[cell_id].values()]
-    commits = {row.commit for row in kept}
-    return NightlyRun(
-        1,
-        run_id,
-        max((row.started for row in kept), default=0.0),
-        commits.pop() if len(commits) == 1 else None,
-        exit_code,
-        tuple(replace(row, stack=replace(row.stack, versions={}), **_OMITTED) for row in kept),
-        {row.stack.name: row.stack.versions for row in kept} | dict(packages or {}),
-        (),
-        any(row.dirty for row in kept),
-        {
-            row.hardware.profile: row.hardware.description
-            for row in kept
-            if row.hardware.description
-        },
-    )
+    """Make a run of the newest result of each cell, without what no comparison reads."""
+    places = by_place(rows)
+    in_order = sorted(places.values(), key=lambda row: place_of(row)[:3])
+    kept = tuple(replace(row, **_OMITTED) for row in in_order)
+    return NightlyRun(run_id, kept, exit_code, dict(packages or {}))
 
 
 def load_history(folder: Path) -> list[NightlyRun]:
-    """Load the runs in the order in which they were stored. Raises ResultsError: the file cannot be
-    read, or a line of it is damaged."""
+    """Load the runs in the order in which they were stored.
+
+    Raises ResultsError: the file cannot be read, or a line of it is damaged.
+    """
     path = folder / FILE
     try:
         content = path.read_bytes()
@@ -113,7 +113,7 @@ def load_history(folder: Path) -> list[NightlyRun]:
     runs = []
     for number, text in enumerate(content.splitlines(), 1):
         try:
-            runs.append(_ADAPTER.validate_python(json.loads(text)))
+            runs.append(_ADAPTER.validate_json(text))
         except ValueError as error:
             raise ResultsError(
                 f"{path}:{number}: damaged: {line(str(error))}. Restore the file from a backup, or"
@@ -125,21 +125,18 @@ def load_history(folder: Path) -> list[NightlyRun]:
 def store_run(folder: Path, run: NightlyRun) -> None:
     """Add a run to the history, or replace the one of the same id. Raises OSError."""
     runs = {each.run_id: each for each in [*load_history(folder), run]}
-    values = [
-        _ADAPTER.dump_python(each, mode="json", exclude_defaults=True) for each in runs.values()
+    values: list[Any] = [
+        _ADAPTER.dump_python(each, mode="json", exclude_defaults=True) | {"schema": each.schema}
+        for each in runs.values()
     ]
-    write_text(
-        folder / FILE, "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in values)
-    )
+    write_text(folder / FILE, "".join(json.dumps(each) + "\n" for each in values))
 
 
 def check_one_commit(rows: Iterable[Row]) -> None:
     """Raise ResultsError if the rows were measured at several commits."""
     cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
     if len(cells) > 1:
-        commits = ", ".join(
-            f"{commit} ({counted(count, 'cell')})" for commit, count in sorted(cells.items())
-        )
+        commits = ", ".join(f"{each} ({counted(cells[each], 'cell')})" for each in sorted(cells))
         raise ResultsError(
             f"results of several commits: {commits}. Measure all of them at one commit."
         )
@@ -149,12 +146,7 @@ Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
 
 
 def place_of(row: Row) -> Place:
-    return (
-        row.cell_id,
-        row.hardware.profile,
-        row.stack.name,
-        row.variant,
-    )
+    return row.cell_id, row.hardware.profile, row.stack.name, row.variant
 
 
 def by_place(rows: Iterable[Row]) -> dict[Place, Row]:

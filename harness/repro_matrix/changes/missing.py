@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from repro_matrix.changes.diff import excuse_for
 from repro_matrix.changes.history import NightlyRun, Place, by_place, place_of
 from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, line, list_some
 
 SHOWN = 3  # cells with missing results
-
-
-@dataclass(frozen=True)
-class Requested:
-    """The request of one run.
-
-    ``variants``: case -> variants. ``cells``: their ids. ``stacks``: as requested and as measured,
-    because a stack may have several names. ``hardware``: patterns. ``unstarted``: cells without
-    time, as "hardware stack cell-id".
-    """
-
-    variants: Mapping[str, Collection[str]]
-    cells: Collection[str]
-    stacks: Collection[str]
-    hardware: Sequence[str] = ("auto",)
-    unstarted: Collection[str] = ()
-
-    def excuse(self, place: Place) -> str:
-        """Return why this run need not have measured a variant; "" if it should have."""
-        cell, hardware, stack, variant = place
-        on_hardware = any(each == "auto" or fnmatchcase(hardware, each) for each in self.hardware)
-        known = variant in self.variants.get(cell.partition("/")[0], ())
-        if not (known and on_hardware and cell in self.cells and stack in self.stacks):
-            return "not requested"
-        return "no time left" if f"{hardware} {stack} {cell}" in self.unstarted else ""
 
 
 class MissingResult(NamedTuple):
@@ -75,18 +50,23 @@ def lost_results(
 
 
 def find_missing(
-    tonight: Iterable[Row], history: Sequence[NightlyRun], requested: Sequence[Requested]
+    tonight: Iterable[Row], history: Sequence[NightlyRun], runs: Sequence[Run]
 ) -> list[MissingResult]:
-    """Find what a passing run measured and tonight has no result for.
+    """Find what a passing run measured and tonight's ``runs`` have no result for.
 
     Excused variants are listed for the last passing run only.
     """
+    tonight = list(tonight)
+    places = by_place(tonight)
+    cells = {place[:3] for place in places}
     passing = [run for run in history if run.passed]
     found = []
     for each in lost_results(tonight, passing, only_present=False):
-        excuse = min((one.excuse(place_of(each.row)) for one in requested), default="")
-        if not excuse or each.run_id == passing[-1].run_id:
-            found.append(each._replace(excuse=excuse))
+        place = place_of(each.row)
+        left_out = place not in places and place[:3] in cells
+        reason = excuse_for(*place[:3], runs, left_out)
+        if not reason or each.run_id == passing[-1].run_id:
+            found.append(each._replace(excuse=reason))
     return found
 
 
@@ -100,8 +80,7 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
         for row, _, reason, _ in group:
             variant = f"{row.variant} ({line(reason)})" if reason else row.variant
             cells.setdefault(
-                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}",
-                [],
+                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}", []
             ).append(variant)
         listed = [f"{place}: {', '.join(variants)}" for place, variants in cells.items()]
         shown = list_some(listed, SHOWN, "; ")

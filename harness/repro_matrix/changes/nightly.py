@@ -13,24 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from repro_matrix import git
 from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.quarantine import Quarantine
 from repro_matrix.changes import history
 from repro_matrix.changes.diff import describe_row
 from repro_matrix.changes.history import NightlyRun, by_place
-from repro_matrix.changes.missing import (
-    SHOWN,
-    MissingResult,
-    Requested,
-    describe_missing,
-    find_missing,
-)
+from repro_matrix.changes.missing import SHOWN, MissingResult, describe_missing, find_missing
 from repro_matrix.changes.regressions import (
     ChangedCase,
     Regressions,
@@ -39,13 +33,11 @@ from repro_matrix.changes.regressions import (
 )
 from repro_matrix.changes.sides import Side
 from repro_matrix.config import project
-from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
-from repro_matrix.planning.cells import variants_of
+from repro_matrix.errors import ExitCode, MeasureError, ResultsError
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
-from repro_matrix.results import runs, store
+from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import Run
-from repro_matrix.runner.session import Request, make_request
 from repro_matrix.text import counted, list_some
 
 NOTHING_COMPARED = (
@@ -81,7 +73,7 @@ class Night:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class NightComparison:
     """What differs from the passing runs before. ``changed``: by case, without what was
     acknowledged. ``unchanged_since``: the run that stored the same results before, or None."""
 
@@ -91,7 +83,7 @@ class Comparison:
     unchanged_since: str | None
 
 
-class Finding(NamedTuple):
+class NightFinding(NamedTuple):
     """A reason why a night does not pass. ``differs``: exit code 1, else 3."""
 
     differs: bool
@@ -149,7 +141,7 @@ def _check(side: Side) -> None:
         raise ResultsError(f"{side.name}: no results: nothing was measured or uploaded")
 
 
-def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -> Comparison:
+def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -> NightComparison:
     rows = night.side.rows
     packages = night.side.packages
     since = compare_to_last_passing(rows, earlier, night.is_quarantined, packages)
@@ -158,40 +150,41 @@ def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -
     for each in since.changed:
         if each.digest not in night.acknowledged:
             changed.setdefault(each.case, []).append(each)
-    requested = load_requested(night.side)
     same = (
         run.run_id
         for run in earlier
         if run.started == tonight.started and len(run.rows) == len(tonight.rows)
     )
-    return Comparison(since, find_missing(rows, earlier, requested), changed, next(same, None))
+    return NightComparison(
+        since, find_missing(rows, earlier, night.side.runs), changed, next(same, None)
+    )
 
 
-def _judge(night: Night, compared: Comparison) -> Iterator[Finding]:
+def _judge(night: Night, compared: NightComparison) -> Iterator[NightFinding]:
     """Yield every reason why the night does not pass: first what differs, then what is missing."""
     side, rows = night.side, by_place(night.side.rows).values()
     if compared.changed:
-        yield Finding(True, f"results of {counted(len(compared.changed), 'case')} changed")
+        yield NightFinding(True, f"results of {counted(len(compared.changed), 'case')} changed")
     unexpected = compared.since.unexpected(side.rows, night.acknowledged)
     yield from _rows_finding(True, "result", "not as expected", unexpected)
     cells = {row.cell_id for row in rows}
     for entry in night.quarantined:
         if entry.until < night.today and entry.cell in cells:
-            yield Finding(True, entry.describe_expired())
+            yield NightFinding(True, entry.describe_expired())
     if night.run_exit_code:
-        yield Finding(False, f"the runs ended with exit code {night.run_exit_code}")
+        yield NightFinding(False, f"the runs ended with exit code {night.run_exit_code}")
     for run in side.runs:
         if not _is_finished(run):
-            yield Finding(False, f"{run.folder}: the run did not end")
+            yield NightFinding(False, f"{run.folder}: the run did not end")
     if compared.unchanged_since:
         before = compared.unchanged_since
-        yield Finding(False, f"this run is stored as {before}: nothing was measured since")
+        yield NightFinding(False, f"this run is stored as {before}: nothing was measured since")
     if side.unreadable:
-        yield Finding(False, f"{counted(len(side.unreadable), 'file')} could not be read")
+        yield NightFinding(False, f"{counted(len(side.unreadable), 'file')} could not be read")
     missing = [each for each in compared.missing if not each.excuse]
     if missing:
         reason = f"{counted(len(missing), 'result')} missing"
-        yield Finding(False, reason, list(describe_missing(missing)))
+        yield NightFinding(False, reason, list(describe_missing(missing)))
     other = [row for row in rows if row.kinds and row.state in DIFFERS_FROM_PREDICTION]
     fixes = [row for row in other if row.state == "differs_from_documentation"]
     failing = [row for row in fixes if not night.is_quarantined(row.cell_id, row.variant)]
@@ -202,19 +195,23 @@ def _judge(night: Night, compared: Comparison) -> Iterator[Finding]:
     lacking = [cell for cell in side.lacking if cell not in {row.cell_id for row in other}]
     if lacking:
         text = f"Not measured completely: {list_some(lacking, SHOWN, '; ')}"
-        yield Finding(False, f"{counted(len(lacking), 'cell')} not measured completely", [text])
+        yield NightFinding(
+            False, f"{counted(len(lacking), 'cell')} not measured completely", [text]
+        )
     if not any(row.kinds for row in rows):
-        yield Finding(False, "nothing was measured")
+        yield NightFinding(False, "nothing was measured")
 
 
-def _rows_finding(differs: bool, what: str, how: str, rows: Sequence[Row]) -> Iterator[Finding]:
+def _rows_finding(
+    differs: bool, what: str, how: str, rows: Sequence[Row]
+) -> Iterator[NightFinding]:
     texts = [f"{row.cell_id} variant {row.variant}: {describe_row(row)}" for row in rows]
     if texts:
         message = f"{how.capitalize()}: {list_some(texts, SHOWN, '; ')}"
-        yield Finding(differs, f"{counted(len(rows), what)} {how}", [message])
+        yield NightFinding(differs, f"{counted(len(rows), what)} {how}", [message])
 
 
-def _exit_code(night: Night, findings: Sequence[Finding]) -> int:
+def _exit_code(night: Night, findings: Sequence[NightFinding]) -> int:
     if any(each.differs for each in findings):
         return ExitCode.DIFFERS
     return night.run_exit_code or (ExitCode.INCOMPLETE if findings else ExitCode.OK)
@@ -228,7 +225,7 @@ def _store_locks(night: Night, folder: Path) -> None:
 
 
 def _describe(
-    night: Night, compared: Comparison, findings: Sequence[Finding], code: int
+    night: Night, compared: NightComparison, findings: Sequence[NightFinding], code: int
 ) -> NightReport:
     since, rows = compared.since, by_place(night.side.rows)
     notes = list(describe_missing(each for each in compared.missing if each.excuse))
@@ -269,39 +266,13 @@ def _describe(
 def not_committed() -> list[str]:
     """Return the uncommitted files of expectations and of the quarantine: nobody reviewed them."""
     own, places = project.current(), (project.current().expected, quarantine.file())
-    return [file for place in places for file in store.uncommitted_files(own.folder, [place])]
+    return [file for place in places for file in git.uncommitted_files(own.folder, [place])]
 
 
 def _is_finished(run: Run) -> bool:
     """Return whether a run ended, and left out cells only because of its time limit."""
     limited = any(text.startswith("time_limit=") for text in run.texts)
     return run.state == runs.ENDED and (limited or not run.left)
-
-
-def load_requested(side: Side) -> list[Requested]:
-    """Return what the runs of these results requested, by their overrides and today's catalog.
-
-    If overrides do not fit the catalog any more, everything counts as requested: the list is empty.
-    """
-    try:
-        stacks = {row.stack.name for row in side.rows}
-        return [_requested(make_request(run.texts), run, stacks) for run in side.runs]
-    except ConfigError:
-        return []
-
-
-def _requested(asked: Request, run: Run, measured: set[str]) -> Requested:
-    cells, patterns = asked.cells, asked.settings.variants
-    variants = {}
-    for case in (asked.catalogue.cases[slug] for slug in {cell.case for cell in cells}):
-        named = [
-            each
-            for each in case.variants
-            if any(fnmatchcase(each, pattern) for pattern in patterns or ())
-        ]
-        variants[case.slug] = set(variants_of(case, named) if patterns else case.variants)
-    keys, stacks = {cell.key for cell in cells}, {cell.stack for cell in cells}
-    return Requested(variants, keys, stacks | measured, asked.hardware, run.left or ())
 
 
 def stored_lock(folder: Path, stack: str, run_id: str) -> Path:

@@ -79,7 +79,7 @@ def _side_options(side: str) -> Any:
 def main(args: options.Arguments) -> int:
     from repro_matrix.compare import consistency, two_sides  # numpy
     from repro_matrix.compare.page import render_comparison
-    from repro_matrix.report.render import write_report
+    from repro_matrix.report.page import write_report
     from repro_matrix.runner.adhoc_case import in_shell
 
     sides = {side: _side(args, side) for side in ("good", "bad")}

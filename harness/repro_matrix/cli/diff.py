@@ -17,7 +17,6 @@ import click
 
 from repro_matrix.changes import agreement
 from repro_matrix.changes import diff as diffs
-from repro_matrix.changes.nightly import load_requested
 from repro_matrix.changes.sides import Side, load_side
 from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
@@ -54,7 +53,7 @@ def _diff(args: options.Arguments, one: Side, other: Side) -> int:
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
     everything = diffs.compare_rows(one.rows, other.rows)
-    result = everything.without_unrequested(load_requested(other))
+    result = everything.without_unrequested(other.runs)
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)

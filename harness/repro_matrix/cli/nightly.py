@@ -32,8 +32,8 @@ from repro_matrix.changes.sides import join_sides, load_folder
 from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
-from repro_matrix.report import render as load
 from repro_matrix.report.formats import to_issue
+from repro_matrix.report.page import write_report
 from repro_matrix.report.terminal import print_notes, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
@@ -116,7 +116,7 @@ def main(args: options.Arguments) -> int:
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
         title, text = to_issue(changes, run_id, args.page, reports)
-        load.write_report(target / f"{case}.md", text)
+        write_report(target / f"{case}.md", text)
         print(f"{title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code

@@ -33,7 +33,8 @@ from repro_matrix.report.terminal import print_json, print_notes, print_table, p
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner import prerequisites
-from repro_matrix.runner.session import Request, Session, make_request
+from repro_matrix.runner.prepared import Session
+from repro_matrix.runner.session import Request, make_request
 from repro_matrix.text import counted
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}

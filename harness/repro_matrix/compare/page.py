@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from repro_matrix.report.render import TEMPLATES, policy, template_environment
+from repro_matrix.report.page import TEMPLATES, policy, template_environment
 from repro_matrix.traces.location import short
 
 CSS = """

@@ -38,7 +38,7 @@ from repro_matrix.planning.memory import add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, no_torch, skip_with_first
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
-from repro_matrix.runner.session import Session
+from repro_matrix.runner.prepared import Session
 from repro_matrix.text import log
 
 Json = dict[str, Any]

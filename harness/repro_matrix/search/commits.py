@@ -13,7 +13,7 @@ from pathlib import Path
 from repro_matrix.environment.stacks import with_release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, nearest
-from repro_matrix.results.store import git
+from repro_matrix.git import run_git
 
 _LAYOUTS = (
     "src/{}",
@@ -37,7 +37,7 @@ class Clone:
 
     def git(self, *words: str) -> str | None:
         """Return what a git command prints, or None where it fails."""
-        return git(self.path, *words)
+        return run_git(self.path, *words)
 
     def commit_of(self, release: str) -> str:
         """Return the commit of a release's tag, or raise ConfigError."""

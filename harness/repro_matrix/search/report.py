@@ -12,7 +12,7 @@ from typing import Any
 from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment.stacks import version_differences
-from repro_matrix.results.store import git_state
+from repro_matrix.git import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
 from repro_matrix.search.bisect import Search, Stage
 from repro_matrix.search.prober import OTHER_SIZE, PASSED, Point, Prober
