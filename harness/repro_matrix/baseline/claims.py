@@ -121,9 +121,9 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
     undecided = _reasons([*(item.measured for item in evidence if item.holds is None), *missing])
     if not decided:
         return result("untested", undecided, evidence)
-    edited = ", with files that were not committed" * uncommitted
+    edited = ", with files that were not committed" if uncommitted else ""
     if len({item.holds for item in decided}) == 2:
-        simulated = "simulated: " * decided[0].simulated
+        simulated = "simulated: " if decided[0].simulated else ""
         return result("mixed", simulated + _conditions(decided) + edited, evidence)
     brief = (
         counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
