@@ -21,7 +21,6 @@ from repro_matrix.changes.regressions import (
     against_history,
     compare_to_last_passing,
 )
-from repro_matrix.changes.sides import from_row
 from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
@@ -225,8 +224,8 @@ def test_changes_since_the_last_passing_run() -> None:
         ]
 
     def since_monday(rows: list[Row]) -> Headline:
-        monday = make_run("monday", map(from_row, night("FIXED", "0.19.7")), 0)
-        return headline(rows, {}, compare_to_last_passing(map(from_row, rows), [monday]))
+        monday = make_run("monday", night("FIXED", "0.19.7"), 0)
+        return headline(rows, {}, compare_to_last_passing(rows, [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
     assert head.changed == "1 result since monday. Also changed: deepspeed: 0.19.7 -> 0.19.8."
@@ -258,7 +257,7 @@ def test_edited_files_are_suspected_where_no_package_changed(
     files: tuple[str, ...], versions: dict[str, tuple[str, str]], command: str
 ) -> None:
     measured = [replace(row, commit="abc1234567") for row in cell("reproduced", {"a": "FIXED"})]
-    passing = make_run("monday", map(from_row, measured), 0)
+    passing = make_run("monday", measured, 0)
     change = ChangedCase("some-case", "current", passing, (), versions, (), files=files)
     assert change.suspect == command
 
@@ -328,8 +327,8 @@ GONE: Night = {"a": ("passed", "FIXED_UPSTREAM"), "b": ("passed", "FIXED_UPSTREA
 
 
 def after(before: list[Row], now: list[Row], cases: Any = {}, **changes: Any) -> Headline:  # noqa: B006
-    runs = [replace(make_run("monday", map(from_row, before), 0), **changes)] if before else []
-    since = compare_to_last_passing(map(from_row, now), runs)
+    runs = [replace(make_run("monday", before, 0), **changes)] if before else []
+    since = compare_to_last_passing(now, runs)
     return headline(against_history(now, since), cases, since)
 
 
@@ -533,10 +532,10 @@ def test_fix_that_dies_in_two_runs_is_compared_with_the_run_in_which_it_worked()
         "chance explains it; it is named"
     )
     runs = [
-        make_run("first", map(from_row, works), 0),
-        replace(make_run("second", map(from_row, flaky), 0), partial=True),
+        make_run("first", works, 0),
+        replace(make_run("second", flaky, 0), partial=True),
     ]
-    since = compare_to_last_passing(map(from_row, dead), runs)
+    since = compare_to_last_passing(dead, runs)
     third = headline(against_history(dead, since), {}, since)
     assert exit_code(third.rows, 1) == 1 and third.stopped == ["ddp-ready-once/non-reentrant"]
     assert third.attention[0].change and third.attention[0].change.passing.run_id == "first"

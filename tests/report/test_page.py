@@ -16,7 +16,6 @@ from observations import document, observation, ok
 from report_cells import HOSTILE, cell, head, rows, skipped_cell, stored_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
-from repro_matrix.changes.sides import from_row
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
@@ -320,10 +319,7 @@ def test_what_helps_counts_only_where_the_failure_reproduces() -> None:
 
 def test_earlier_runs_are_a_strip_for_each_case() -> None:
     names = ["FIXED", "INCONCLUSIVE", "NOT_FIXED"]
-    runs = [
-        make_run(f"run {n}", [from_row(row) for row in cell(name).rows])
-        for n, name in enumerate(names)
-    ]
+    runs = [make_run(f"run {n}", [row for row in cell(name).rows]) for n, name in enumerate(names)]
     with_runs = page(cell(), runs=runs)
     assert [state for _, state in with_runs.cases[0].past] == ["reproduces"] * 3
     assert Document(render_file(with_runs)).find("td", class_="more runs") == ["RRR"]

@@ -11,7 +11,6 @@ import pytest
 from junitparser import JUnitXml
 from report_cells import rows, stored_cell
 from repro_matrix.changes import history
-from repro_matrix.changes.sides import from_row
 from repro_matrix.cli.main import main
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
@@ -178,7 +177,7 @@ def test_report_shows_the_history_of_nightly_runs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = cells_of(rows(stored_cell("NOT_FIXED", case=SLUG)))
-    run = history.make_run("this run", [from_row(row) for one in stored for row in one.rows], 0)
+    run = history.make_run("this run", [row for one in stored for row in one.rows], 0)
     history.store_run(tmp_path, run)
     command = ["report", str(folder), "--history", str(tmp_path)]
     assert main([*command, "--format", "text"]) == 0

@@ -15,12 +15,12 @@ from repro_matrix.changes.diff import (
     place_to_json,
     values_to_json,
 )
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expected import settings_difference
 from repro_matrix.grading.verdict import wilson
+from repro_matrix.results.rows import Row
 
-Pair = tuple[VariantResult, VariantResult]  # of both sides
+Pair = tuple[Row, Row]  # of both sides
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Agreement:
     def disagreements(self) -> list[Pair]:
         """The variants with another verdict, failure or outcome."""
         shown = [
-            [(row.verdict, row.failure_ids, row.kinds.keys()) for row in pair]
+            [(row.stored_verdict, row.failure_ids, row.kinds.keys()) for row in pair]
             for pair in self.pairs
         ]
         return [pair for pair, (first, second) in zip(self.pairs, shown) if first != second]
@@ -42,7 +42,10 @@ class Agreement:
     @property
     def across(self) -> bool:
         """Whether a GPU was compared with a CPU."""
-        return any("GPUs" in one.machine.keys() ^ other.machine.keys() for one, other in self.pairs)
+        return any(
+            "GPUs" in one.hardware.description.keys() ^ other.hardware.description.keys()
+            for one, other in self.pairs
+        )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -62,22 +65,20 @@ class Agreement:
         }
 
 
-def measure_agreement(
-    one: Iterable[VariantResult], other: Iterable[VariantResult]
-) -> list[Agreement]:
+def measure_agreement(one: Iterable[Row], other: Iterable[Row]) -> list[Agreement]:
     """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides
     measured."""
     one, other = list(one), list(other)
-    here, there = ({row.hardware for row in side} for side in (one, other))
+    here, there = ({row.hardware.profile for row in side} for side in (one, other))
     # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of
     # it.
     left, right, _ = pair_cells(
-        [row for row in one if not there < here or row.hardware not in there],
-        [row for row in other if not here < there or row.hardware not in here],
+        [row for row in one if not there < here or row.hardware.profile not in there],
+        [row for row in other if not here < there or row.hardware.profile not in here],
     )
     cases: dict[str, Agreement] = {}
     for first, second in pair_variants(left, right):
-        if not (first and second and first.measured and second.measured):
+        if not (first and second and first.kinds and second.kinds):
             continue
         if not settings_difference(first.settings, second.settings):
             cases.setdefault(first.case, Agreement(first.case)).pairs.append((first, second))

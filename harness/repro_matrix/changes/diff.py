@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Any
 
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.grading.expected import settings_difference
+from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, list_some
 
@@ -46,11 +46,11 @@ class Change:
 
     kind: str
     variant: str
-    before: VariantResult | None
-    after: VariantResult | None
+    before: Row | None
+    after: Row | None
 
     @property
-    def row(self) -> VariantResult:
+    def row(self) -> Row:
         row = self.after or self.before
         assert row is not None
         return row
@@ -68,7 +68,7 @@ class Diff:
     changes: tuple[Change, ...]
     cells: int
     variants: int
-    incomparable: tuple[tuple[VariantResult, str], ...]
+    incomparable: tuple[tuple[Row, str], ...]
     across: Mapping[str, tuple[str, str]]
     excused: Mapping[str, int] = field(default_factory=dict)
 
@@ -82,10 +82,10 @@ class Diff:
         for change in self.changes:
             row, reason = change.row, ""
             if change.kind in LESS:
-                hardware = there.get("hardware", row.hardware)
+                hardware = there.get("hardware", row.hardware.profile)
                 left_out = bool(change.variant) and change.after is None
                 reason = excuse_for(
-                    row.key, hardware, there.get("stack", row.stack), runs, left_out
+                    row.cell_id, hardware, there.get("stack", row.stack.name), runs, left_out
                 )
             if reason:
                 excused[reason] += 1
@@ -114,21 +114,26 @@ def excuse_for(cell: str, hardware: str, stack: str, runs: Sequence[Run], left_o
 
 
 CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
-Cells = dict[CellId, dict[str, VariantResult]]  # each cell's variants
+Cells = dict[CellId, dict[str, Row]]  # each cell's variants
 
 
-def newest(rows: Iterable[VariantResult]) -> Cells:
+def newest(rows: Iterable[Row]) -> Cells:
     """Group rows by cell; of a cell that was measured several times keep the newest result."""
-    cells: dict[CellId, dict[tuple[float, str], dict[str, VariantResult]]] = {}
+    cells: dict[CellId, dict[tuple[float, str], dict[str, Row]]] = {}
     for row in rows:
-        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault(
-            (row.started, row.path), {}
-        )[row.variant] = row
+        cells.setdefault(
+            (
+                row.cell_id,
+                row.hardware.profile,
+                row.stack.name,
+            ),
+            {},
+        ).setdefault((row.started, row.evidence), {})[row.variant] = row
     return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
 
 
 def pair_cells(
-    before: Iterable[VariantResult], after: Iterable[VariantResult]
+    before: Iterable[Row], after: Iterable[Row]
 ) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
     """Return both sides' cells under common ids, and the axes that the comparison goes across."""
     one, other = newest(before), newest(after)
@@ -151,25 +156,23 @@ def pair_cells(
     return common_ids(one), common_ids(other), across
 
 
-def pair_variants(
-    one: Cells, other: Cells
-) -> Iterator[tuple[VariantResult | None, VariantResult | None]]:
+def pair_variants(one: Cells, other: Cells) -> Iterator[tuple[Row | None, Row | None]]:
     """Yield both sides' results of each variant of the common cells."""
     for cell_id in sorted(one.keys() & other.keys()):
         for variant in {**one[cell_id], **other[cell_id]}:
             yield one[cell_id].get(variant), other[cell_id].get(variant)
 
 
-def compare_rows(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> Diff:
+def compare_rows(before: Iterable[Row], after: Iterable[Row]) -> Diff:
     """Return what differs in ``after``."""
     one, other, across = pair_cells(before, after)
     changes: list[Change] = []
-    incomparable: list[tuple[VariantResult, str]] = []
+    incomparable: list[tuple[Row, str]] = []
     variants = 0
     for old, new in pair_variants(one, other):
         if old is None or new is None:
             row = old or new
-            if row and row.measured:
+            if row and row.kinds:
                 changes.append(
                     Change("newly_measured" if new else "not_measured", row.variant, old, new)
                 )
@@ -190,9 +193,9 @@ def compare_rows(before: Iterable[VariantResult], after: Iterable[VariantResult]
         key=lambda c: (
             kinds.index(c.kind),
             c.row.case,
-            c.row.key,
-            c.row.hardware,
-            c.row.stack,
+            c.row.cell_id,
+            c.row.hardware.profile,
+            c.row.stack.name,
             c.variant,
         )
     )
@@ -204,29 +207,25 @@ def compare_rows(before: Iterable[VariantResult], after: Iterable[VariantResult]
 Pools = Sequence[tuple[Counter[OutcomeName], Counter[OutcomeName]]]  # outcomes before and after
 
 
-def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> str | None:
+def result_change(old: Row, new: Row, pools: Pools = ()) -> str | None:
     """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where
     attempts disagree, their shares are compared: in each of ``pools``, else of the two results."""
-    if not old.measured or not new.measured:
-        return (
-            None
-            if old.measured == new.measured
-            else "not_measured"
-            if old.measured
-            else "newly_measured"
-        )
+    if not old.kinds or not new.kinds:
+        if not old.kinds and not new.kinds:
+            return None
+        return "not_measured" if old.kinds else "newly_measured"
     pools = pools or [(Counter(old.kinds), Counter(new.kinds))]
     if all(chance_explains(*pool) for pool in pools) or _both_expected(old, new):
         return None
     before, after = set(old.failure_ids), set(new.failure_ids)
     if before != after:
-        if old.first and new.first and not (old.control or new.control):
+        if old.first and new.first and "control" not in (old.kind, new.kind):
             reproduced = "reproduced" in new.kinds
             if ("reproduced" in old.kinds) != reproduced:
                 return "reproduces_now" if reproduced else "no_longer_reproduces"
-        elif not before and stopped_working(old.verdict, new.verdict, new.kinds):
+        elif not before and stopped_working(old.stored_verdict, new.stored_verdict, new.kinds):
             return "fix_stopped_working"
-        elif not after and stopped_working(new.verdict, old.verdict, old.kinds):
+        elif not after and stopped_working(new.stored_verdict, old.stored_verdict, old.kinds):
             return "fix_works_now"
         return (
             "new_failure"
@@ -281,11 +280,18 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
     )
 
 
-def _both_expected(old: VariantResult, new: VariantResult) -> bool:
+def _both_expected(old: Row, new: Row) -> bool:
     """Whether the reviewed expectation lists both failures for the same stack: which of them comes
     first is chance."""
-    same_stack = old.stack == new.stack and old.versions in ({}, new.versions)
-    return same_stack and old.verdict == new.verdict and old.expected == new.expected == "expected"
+    same_stack = old.stack.name == new.stack.name and old.stack.versions in (
+        {},
+        new.stack.versions,
+    )
+    return (
+        same_stack
+        and old.stored_verdict == new.stored_verdict
+        and old.state == new.state == "expected"
+    )
 
 
 # -- as text and as JSON
@@ -293,17 +299,19 @@ def _both_expected(old: VariantResult, new: VariantResult) -> bool:
 SHOWN = 12  # changes of a kind; all of them with --all
 
 
-def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
+def describe_side(name: str, rows: Iterable[Row]) -> str:
     """Return a line: how many cells, on which hardware, stacks and commit."""
     cells = [next(iter(variants.values())) for variants in newest(rows).values()]
     stacks: dict[str, str] = {}
     for row in cells:
         releases = [
-            f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions
+            f"{p} {row.stack.versions[p]}"
+            for p in ("torch", "transformers")
+            if p in row.stack.versions
         ]
-        stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
+        stacks.setdefault(row.stack.name, f"{row.stack.name} ({', '.join(releases)})")
     commits = {(row.commit or "no commit")[:10] for row in cells}
-    hardware = ", ".join(sorted({f"{row.hardware}{_gpus(row)}" for row in cells}))
+    hardware = ", ".join(sorted({f"{row.hardware.profile}{_gpus(row)}" for row in cells}))
     commit = commits.pop() if len(commits) == 1 else f"{len(commits)} commits"
     return (
         f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)};"
@@ -311,19 +319,21 @@ def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
     )
 
 
-def _gpus(row: VariantResult) -> str:
-    names = Counter(row.machine["GPUs"].split(", ") if "GPUs" in row.machine else ())
+def _gpus(row: Row) -> str:
+    names = Counter(
+        row.hardware.description["GPUs"].split(", ") if "GPUs" in row.hardware.description else ()
+    )
     return f" ({', '.join(f'{count}x {name}' for name, count in names.items())})" if names else ""
 
 
-def describe_row(row: VariantResult | None) -> str:
+def describe_row(row: Row | None) -> str:
     """Return verdict, outcomes, failure ids and text of a variant."""
     if row is None:
         return "no result is stored"
     kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
-    outcomes = ", ".join(f"{kind} {count}/{row.measured}" for kind, count in kinds)
+    outcomes = ", ".join(f"{kind} {count}/{row.kinds.total()}" for kind, count in kinds)
     parts = [
-        f"{row.verdict}, " if row.verdict else "",
+        f"{row.stored_verdict}, " if row.stored_verdict else "",
         outcomes or row.skipped or row.text or "not measured",
     ]
     parts += [f" ({', '.join(row.failure_ids)})"] if row.failure_ids else []
@@ -351,7 +361,7 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
             )
         if len(listed) > SHOWN and not everything:
             yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
-    reasons: dict[str, list[VariantResult]] = {}
+    reasons: dict[str, list[Row]] = {}
     for row, reason in diff.incomparable:
         reasons.setdefault(reason, []).append(row)
     if reasons:
@@ -364,7 +374,7 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
         )
     for reason, rows in reasons.items():
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        yield f"  {reason}: {rows[0].key} variant {rows[0].variant}{more}"
+        yield f"  {reason}: {rows[0].cell_id} variant {rows[0].variant}{more}"
     changed = sum(bool(change.before and change.after) for change in diff.changes)
     same = counted(diff.variants - changed - len(diff.incomparable), "variant")
     yield from (
@@ -377,7 +387,7 @@ def _places(changes: Sequence[Change], everything: bool) -> str:
     cells: dict[str, list[str]] = {}
     for change in changes:
         place = " ".join(change.row.axes) + (
-            "" if change.variant else f" ({change.row.stack}, {change.row.hardware})"
+            "" if change.variant else f" ({change.row.stack.name}, {change.row.hardware.profile})"
         )
         cells.setdefault(place, []).append(change.variant)
     places = [
@@ -410,22 +420,29 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
     }
 
 
-def place_to_json(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
+def place_to_json(before: Row | None, after: Row | None) -> dict[str, Any]:
     row: Any = after or before
-    documents = [(each and each.path) or None for each in (before, after)]
+    documents = [(each and each.evidence) or None for each in (before, after)]
     return {
         "case": row.case,
-        "cell": row.key,
+        "cell": row.cell_id,
         "axes": list(row.axes),
-        "hardware": row.hardware,
-        "stack": row.stack,
+        "hardware": row.hardware.profile,
+        "stack": row.stack.name,
         "variant": row.variant,
         "documents": documents,
     }
 
 
-def values_to_json(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
+def values_to_json(row: Row | None, variant: str = "any") -> dict[str, Any] | None:
     if row is None or not variant:
         return None
-    names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at")
-    return {name: getattr(row, name) for name in names}
+    return {
+        "verdict": row.stored_verdict,
+        "expected": row.state,
+        "kinds": dict(row.kinds),
+        "failure_ids": row.failure_ids,
+        "text": row.text,
+        "skipped": row.skipped,
+        "error_at": row.error_at,
+    }

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from repro_matrix.changes.diff import newest
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
+from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"
@@ -24,13 +24,13 @@ FILE = "nights.jsonl"
 class NightlyRun:
     """The newest result of each cell in one run.
 
-    ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> all
-    packages, if the run stored them. ``quarantined``: (cell id, variant) of changes that did not
-    count. ``partial``: it measured or confirmed less than requested.
+    ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> its
+    packages, all of them if the run stored them. ``quarantined``: (cell id, variant) of changes
+    that did not count. ``partial``: it measured or confirmed less than requested.
     """
 
     run_id: str
-    rows: tuple[VariantResult, ...]
+    rows: tuple[Row, ...]
     exit_code: int | None = None
     packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     quarantined: tuple[tuple[str, str], ...] = ()
@@ -64,27 +64,42 @@ class NightlyRun:
         return any(row.dirty for row in self.rows)
 
     def versions(self, stack: str) -> Mapping[str, str]:
-        known = (row.versions for row in self.rows if row.stack == stack)
-        return self.packages.get(stack) or next(known, {})
+        return self.packages.get(stack, {})
 
     def machine(self, hardware: str) -> Mapping[str, str]:
-        return next((row.machine for row in self.rows if row.hardware == hardware), {})
+        machines = (row.hardware for row in self.rows if row.hardware.profile == hardware)
+        return next((each.description for each in machines), {})
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
+# Details that no comparison reads, and that would be most of the file.
+_OMITTED: dict[str, Any] = {
+    "checks": (),
+    "errors": (),
+    "stacks": {},
+    "settings": {},
+    "torchrun": None,
+    "evidence": "",
+}
 
 
 def make_run(
     run_id: str,
-    rows: Iterable[VariantResult],
+    rows: Iterable[Row],
     exit_code: int | None = None,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> NightlyRun:
-    """Make a run of the newest result of each cell, without settings and paths."""
+    """Make a run of the newest result of each cell.
+
+    ``packages``: stack -> all its packages, if they are known.
+    """
     places = by_place(rows)
     in_order = sorted(places.values(), key=lambda row: place_of(row)[:3])
-    kept = tuple(replace(row, settings={}, path="") for row in in_order)
-    return NightlyRun(run_id, kept, exit_code, dict(packages or {}))
+    versions = {row.stack.name: row.stack.versions for row in in_order}
+    kept = tuple(
+        replace(row, stack=replace(row.stack, versions={}), **_OMITTED) for row in in_order
+    )
+    return NightlyRun(run_id, kept, exit_code, versions | dict(packages or {}))
 
 
 def load_history(folder: Path) -> list[NightlyRun]:
@@ -121,7 +136,7 @@ def store_run(folder: Path, run: NightlyRun) -> None:
     write_text(folder / FILE, "".join(json.dumps(each) + "\n" for each in values))
 
 
-def check_one_commit(rows: Iterable[VariantResult]) -> None:
+def check_one_commit(rows: Iterable[Row]) -> None:
     """Raise ResultsError if the rows were measured at several commits."""
     cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
     if len(cells) > 1:
@@ -134,10 +149,15 @@ def check_one_commit(rows: Iterable[VariantResult]) -> None:
 Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
 
 
-def place_of(row: VariantResult) -> Place:
-    return row.key, row.hardware, row.stack, row.variant
+def place_of(row: Row) -> Place:
+    return (
+        row.cell_id,
+        row.hardware.profile,
+        row.stack.name,
+        row.variant,
+    )
 
 
-def by_place(rows: Iterable[VariantResult]) -> dict[Place, VariantResult]:
+def by_place(rows: Iterable[Row]) -> dict[Place, Row]:
     """Return the newest result of each variant."""
     return {place_of(row): row for variants in newest(rows).values() for row in variants.values()}

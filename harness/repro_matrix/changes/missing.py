@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from repro_matrix.changes.diff import excuse_for
 from repro_matrix.changes.history import NightlyRun, Place, by_place, place_of
-from repro_matrix.changes.sides import VariantResult
+from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, line, list_some
 
@@ -21,14 +21,14 @@ class MissingResult(NamedTuple):
     attempts were lost to.
     """
 
-    row: VariantResult
+    row: Row
     run_id: str
     reason: str
     excuse: str = ""
 
 
 def lost_results(
-    now: Iterable[VariantResult], passing: Sequence[NightlyRun], only_present: bool = True
+    now: Iterable[Row], passing: Sequence[NightlyRun], only_present: bool = True
 ) -> Iterator[MissingResult]:
     """Yield variants that a passing run measured and that have no result now.
 
@@ -42,15 +42,15 @@ def lost_results(
             place = place_of(row)
             here = rows.get(place)
             same_skip = bool(row.skipped and here and here.skipped == row.skipped)
-            if place in checked or not (row.measured or same_skip) or (only_present and not here):
+            if place in checked or not (row.kinds or same_skip) or (only_present and not here):
                 continue
             checked.add(place)
-            if not same_skip and not (here and here.measured):
+            if not same_skip and not (here and here.kinds):
                 yield MissingResult(row, run.run_id, (here.skipped or here.text) if here else "")
 
 
 def find_missing(
-    tonight: Iterable[VariantResult], history: Sequence[NightlyRun], runs: Sequence[Run]
+    tonight: Iterable[Row], history: Sequence[NightlyRun], runs: Sequence[Run]
 ) -> list[MissingResult]:
     """Find what a passing run measured and tonight's ``runs`` have no result for.
 
@@ -79,7 +79,10 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
         cells: dict[str, list[str]] = {}
         for row, _, reason, _ in group:
             variant = f"{row.variant} ({line(reason)})" if reason else row.variant
-            cells.setdefault(f"{row.key} on {row.hardware}, stack {row.stack}", []).append(variant)
+            cells.setdefault(
+                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}",
+                [],
+            ).append(variant)
         listed = [f"{place}: {', '.join(variants)}" for place, variants in cells.items()]
         shown = list_some(listed, SHOWN, "; ")
         run_ids = ", ".join(dict.fromkeys(each.run_id for each in group))

@@ -30,11 +30,12 @@ from repro_matrix.changes.regressions import (
     compare_to_last_passing,
     name_files,
 )
-from repro_matrix.changes.sides import Side, VariantResult
+from repro_matrix.changes.sides import Side
 from repro_matrix.config import project
 from repro_matrix.errors import ExitCode, MeasureError, ResultsError
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results import runs, store
+from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, list_some
 
@@ -165,7 +166,7 @@ def _judge(night: Night, compared: NightComparison) -> Iterator[NightFinding]:
         yield NightFinding(True, f"results of {counted(len(compared.changed), 'case')} changed")
     unexpected = compared.since.unexpected(side.rows, night.acknowledged)
     yield from _rows_finding(True, "result", "not as expected", unexpected)
-    cells = {row.key for row in rows}
+    cells = {row.cell_id for row in rows}
     for entry in night.quarantined:
         if entry.until < night.today and entry.cell in cells:
             yield NightFinding(True, entry.describe_expired())
@@ -183,27 +184,27 @@ def _judge(night: Night, compared: NightComparison) -> Iterator[NightFinding]:
     if missing:
         reason = f"{counted(len(missing), 'result')} missing"
         yield NightFinding(False, reason, list(describe_missing(missing)))
-    other = [row for row in rows if row.measured and row.expected in DIFFERS_FROM_PREDICTION]
-    fixes = [row for row in other if row.expected == "differs_from_documentation"]
-    failing = [row for row in fixes if not night.is_quarantined(row.key, row.variant)]
+    other = [row for row in rows if row.kinds and row.state in DIFFERS_FROM_PREDICTION]
+    fixes = [row for row in other if row.state == "differs_from_documentation"]
+    failing = [row for row in fixes if not night.is_quarantined(row.cell_id, row.variant)]
     how = "not working here (no expectation is stored)"
     yield from _rows_finding(False, "documented fix", how, failing)
     predicted = [row for row in other if row not in fixes]
     yield from _rows_finding(False, "result", "not as predicted", predicted)
-    lacking = [cell for cell in side.lacking if cell not in {row.key for row in other}]
+    lacking = [cell for cell in side.lacking if cell not in {row.cell_id for row in other}]
     if lacking:
         text = f"Not measured completely: {list_some(lacking, SHOWN, '; ')}"
         yield NightFinding(
             False, f"{counted(len(lacking), 'cell')} not measured completely", [text]
         )
-    if not any(row.measured for row in rows):
+    if not any(row.kinds for row in rows):
         yield NightFinding(False, "nothing was measured")
 
 
 def _rows_finding(
-    differs: bool, what: str, how: str, rows: Sequence[VariantResult]
+    differs: bool, what: str, how: str, rows: Sequence[Row]
 ) -> Iterator[NightFinding]:
-    texts = [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in rows]
+    texts = [f"{row.cell_id} variant {row.variant}: {describe_row(row)}" for row in rows]
     if texts:
         message = f"{how.capitalize()}: {list_some(texts, SHOWN, '; ')}"
         yield NightFinding(differs, f"{counted(len(rows), what)} {how}", [message])
@@ -239,7 +240,7 @@ def _describe(
     cells = counted(len({place[:3] for place in rows}), "cell")
     messages = [f"run {night.run_id}: {cells}; {head}"]
     for entry in night.active:
-        if any(row.measured and entry.covers(row.key, row.variant) for row in rows.values()):
+        if any(row.kinds and entry.covers(row.cell_id, row.variant) for row in rows.values()):
             changes = [
                 f"variant {variant}: {kind}"
                 for (cell, variant), kind in since.quarantined.items()
@@ -248,7 +249,7 @@ def _describe(
             text = "; ".join(changes) or "unchanged"
             messages.append(f"quarantined: {entry.describe()} ({text})")
     messages += [text for each in findings for text in each.messages]
-    near = Counter(row.expected for row in rows.values() if row.expected in NEAR)
+    near = Counter(row.state for row in rows.values() if row.state in NEAR)
     if near:
         counts = ", ".join(f"{number} {name}" for name, number in near.most_common())
         messages.append(
@@ -316,7 +317,11 @@ class Bisections:
             variant,
             "--any-change",
         ]
-        words += [*row.axes, f"hardware={row.hardware}", f"results={self.folder / 'bisect'}"]
+        words += [
+            *row.axes,
+            f"hardware={row.hardware.profile}",
+            f"results={self.folder / 'bisect'}",
+        ]
         command, left = shlex.join(["repro", *words]), self.deadline - time.monotonic()
         if left <= 0:
             return f"Not bisected: no time left (--bisect-time). Run `{command}`."

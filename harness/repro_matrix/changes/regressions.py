@@ -18,7 +18,6 @@ from repro_matrix.baseline.derivation import lacking
 from repro_matrix.baseline.releases import STATES
 from repro_matrix.changes.diff import Change, result_change
 from repro_matrix.changes.history import NightlyRun, Place, by_place, make_run, place_of
-from repro_matrix.changes.sides import VariantResult, from_row
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
 from repro_matrix.grading.expected import as_expected
@@ -32,7 +31,7 @@ from repro_matrix.text import list_some
 
 MOST_FILES = 2
 UNKNOWN_FILES = ("files that were not committed",)
-Reference = tuple[NightlyRun, VariantResult]
+Reference = tuple[NightlyRun, Row]
 Differences = Mapping[str, tuple[str, str]]  # name -> then, now
 
 
@@ -79,7 +78,7 @@ class ChangedCase:
     def digest(self) -> str:
         """Identify the change: it is the same in each run until a passing run comes between."""
         changes = sorted(
-            (*place_of(c.row), c.kind, c.row.verdict or "", *c.row.failure_ids)
+            (*place_of(c.row), c.kind, c.row.stored_verdict or "", *c.row.failure_ids)
             for c in self.changes
         )
         text = json.dumps([self.case, self.passing.run_id, changes])
@@ -104,9 +103,7 @@ class Regressions:
     passing: Sequence[NightlyRun] = ()
     earlier: bool = False
 
-    def unexpected(
-        self, tonight: Iterable[VariantResult], handled: Collection[str] = ()
-    ) -> list[VariantResult]:
+    def unexpected(self, tonight: Iterable[Row], handled: Collection[str] = ()) -> list[Row]:
         """Return results that differ from their reviewed expectation.
 
         Without those that are quarantined or handled: the same in the passing run, or of a change
@@ -119,17 +116,17 @@ class Regressions:
             for change in each.changes
         }
         same_before = {
-            (place, before.expected, before.verdict)
+            (place, before.state, before.stored_verdict)
             for place, (_, before) in self.references.items()
         }
         return [
             row
             for place, row in by_place(tonight).items()
-            if row.expected == "unexpected"
-            and row.measured
+            if row.state == "unexpected"
+            and row.kinds
             and place not in acknowledged
-            and (row.key, row.variant) not in self.quarantined
-            and (place, row.expected, row.verdict) not in same_before
+            and (row.cell_id, row.variant) not in self.quarantined
+            and (place, row.state, row.stored_verdict) not in same_before
         ]
 
 
@@ -147,7 +144,7 @@ class Past:
     recent: Counter[OutcomeName]
     earlier: Counter[OutcomeName] = field(default_factory=Counter)
 
-    def change(self, row: VariantResult) -> tuple[str | None, Reference]:
+    def change(self, row: Row) -> tuple[str | None, Reference]:
         """Return the kind of the change or None, and what the result is compared with.
 
         Where attempts disagree, all those of the passing runs count, and runs that have the same
@@ -158,7 +155,7 @@ class Past:
         pools = [(self.earlier + self.recent, kinds)]
         if again and self.earlier:
             pools.append((self.earlier, self.recent + kinds))
-        if row.steady and row.expected == "unexpected":
+        if row.steady and row.state == "unexpected":
             pools = []
         reference = self.newest if self.newest[1].steady and not again else self.reference
         kind = result_change(reference[1], row, pools)
@@ -166,7 +163,7 @@ class Past:
             kind = "became_flaky"
         return kind, reference if kind else self.newest
 
-    def add(self, run: NightlyRun, row: VariantResult) -> None:
+    def add(self, run: NightlyRun, row: Row) -> None:
         if row.kinds.keys() != self.recent.keys():
             self.earlier += self.recent
             self.recent.clear()
@@ -175,22 +172,22 @@ class Past:
         self.newest = run, row
 
 
-def _counts(run: NightlyRun, row: VariantResult) -> bool:
+def _counts(run: NightlyRun, row: Row) -> bool:
     """Return whether later results are compared with this one.
 
     Not with a quarantined change, and not with what its run left open (exit code 3 passes, too).
     """
-    left_open = run.partial and row.expected in DIFFERS_FROM_PREDICTION
-    quarantined = (row.key, row.variant) in run.quarantined
-    return run.passed and row.measured > 0 and not left_open and not quarantined
+    left_open = run.partial and row.state in DIFFERS_FROM_PREDICTION
+    quarantined = (row.cell_id, row.variant) in run.quarantined
+    return run.passed and bool(row.kinds) and not left_open and not quarantined
 
 
-def _only_flaky(run: NightlyRun, row: VariantResult) -> bool:
+def _only_flaky(run: NightlyRun, row: Row) -> bool:
     """Return whether a night did not pass because a documented fix was flaky.
 
     Its attempts count, or those of the passing nights would look steadier than the fix is.
     """
-    return run.exit_code == 3 and row.expected == "differs_from_documentation" and not row.steady
+    return run.exit_code == 3 and row.state == "differs_from_documentation" and not row.steady
 
 
 def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
@@ -209,7 +206,7 @@ def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[P
 
 
 def compare_to_last_passing(
-    tonight: Iterable[VariantResult],
+    tonight: Iterable[Row],
     history: Sequence[NightlyRun],
     quarantined: Callable[[str, str], bool] = lambda *_: False,
     packages: Mapping[str, Mapping[str, str]] | None = None,
@@ -219,7 +216,7 @@ def compare_to_last_passing(
     ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, if known.
     """
     now = make_run("", tonight, packages=packages)
-    measured = {place_of(row): row for row in now.rows if row.measured}
+    measured = {place_of(row): row for row in now.rows if row.kinds}
     result = Regressions(passing=[run for run in history if run.passed])
     pasts = _pasts(history, measured)
     found: dict[tuple[str, str, str], tuple[NightlyRun, list[Change]]] = {}
@@ -227,14 +224,14 @@ def compare_to_last_passing(
         row = measured[place]
         kind, (run, before) = past.change(row)
         result.references[place] = run, before
-        if kind and quarantined(row.key, row.variant):
-            result.quarantined[row.key, row.variant] = f"{kind} since {run.run_id}"
+        if kind and quarantined(row.cell_id, row.variant):
+            result.quarantined[row.cell_id, row.variant] = f"{kind} since {run.run_id}"
         elif kind:
             change = Change(kind, row.variant, before, row)
-            found.setdefault((row.case, row.stack, run.run_id), (run, []))[1].append(change)
+            found.setdefault((row.case, row.stack.name, run.run_id), (run, []))[1].append(change)
     for (case, stack, _), (run, changes) in found.items():
-        hardware = changes[0].row.hardware
-        fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
+        hardware = changes[0].row.hardware.profile
+        fixes = working_fixes(case, [row for row in measured.values() if row.stack.name == stack])
         result.changed.append(
             ChangedCase(
                 case,
@@ -252,7 +249,7 @@ def compare_to_last_passing(
         key=lambda run: (not run.partial, compared[run.run_id], run.started),
         default=None,
     )
-    result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
+    result.new = {row.cell_id for row in measured.values()} - {place[0] for place in pasts}
     return result
 
 
@@ -274,9 +271,9 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
                 or lost(notes)
                 or lacking(stored)
             )
-            found.append(replace(make_run(name, map(from_row, stored), 0), partial=bool(less)))
+            found.append(replace(make_run(name, stored, 0), partial=bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
-    results = [from_row(row) for row in rows]
+    results = rows
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)
     since.earlier = bool(before)
     return name_files(since, make_run("", results))
@@ -298,13 +295,13 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
             failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"
             return _worked(row, since.passing) if failing_fix and not row.nearest else None
         run, before = since.references[place]
-        works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
+        works_now = row.verdict == "FIXED" and STATES.get(before.stored_verdict or "") != "absent"
         upstream = now == "absent" and (row.case, row.stack.name) in upgraded
-        same = before.verdict == as_expected(row.verdict or "") or not changed & {
+        same = before.stored_verdict == as_expected(row.verdict or "") or not changed & {
             place,
             (*place[:3], "unfixed"),
         }
-        return None if same or works_now or upstream else (before.verdict, run.run_id)
+        return None if same or works_now or upstream else (before.stored_verdict, run.run_id)
 
     marked = []
     for row in rows:
@@ -321,10 +318,10 @@ def _worked(row: Row, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
     """Return FIXED and its run, if the newest older release on this hardware shows that."""
     place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
     found = [
-        (run.versions(one.stack), one.verdict, run.run_id)
+        (run.versions(one.stack.name), one.stored_verdict, run.run_id)
         for run in passing
         for one in run.rows
-        if one.measured and (one.key, one.hardware, one.variant) == place
+        if one.kinds and (one.cell_id, one.hardware.profile, one.variant) == place
     ]
     older = [each for each in found if is_older(each[0], versions)]
     newest = next(
@@ -358,10 +355,10 @@ def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tup
     return {name: pairs[name] for name in sorted(pairs) if then and len(set(pairs[name])) > 1}
 
 
-def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
+def working_fixes(case: str, rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the fixes that work in every cell in which they were measured."""
     verdicts: dict[str, set[str | None]] = {}
     for row in rows:
         if row.case == case and row.role == "fix":
-            verdicts.setdefault(row.variant, set()).add(row.verdict)
+            verdicts.setdefault(row.variant, set()).add(row.stored_verdict)
     return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})

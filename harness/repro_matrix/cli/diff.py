@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
-    if not any(row.measured for side in (one, other) for row in side.rows):
+    if not any(row.kinds for side in (one, other) for row in side.rows):
         raise ConfigError(
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )

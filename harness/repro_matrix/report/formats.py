@@ -296,7 +296,7 @@ def to_issue(
 def _change(change: Change) -> str:
     row = change.row
     return (
-        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant"
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware.profile)}, variant"
         f" **{escape(change.variant)}**: {change.kind} ({KINDS[change.kind]})\n  - before:"
         f" {code(describe_row(change.before))}\n  - now: {code(describe_row(change.after))}"
     )

@@ -18,7 +18,6 @@ from repro_matrix.baseline.derivation import is_unanswered
 from repro_matrix.changes.history import place_of
 from repro_matrix.changes.missing import lost_results
 from repro_matrix.changes.regressions import Regressions
-from repro_matrix.changes.sides import from_row
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.records.outcome import CONFIRMED, NOTHING_STORED
@@ -473,7 +472,9 @@ class Headline:
         return [
             f"{row.case}/{row.variant}"
             for place, row in now
-            if row.verdict == "FLAKY" and place in before and before[place].verdict != "FLAKY"
+            if row.verdict == "FLAKY"
+            and place in before
+            and before[place].stored_verdict != "FLAKY"
         ]
 
     def _compared(self) -> Iterator[Fact]:
@@ -604,7 +605,7 @@ def headline(
         by_case[row.case].append(row)
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
-    lost = list(lost_results(map(from_row, rows), since.passing))
+    lost = list(lost_results(rows, since.passing))
     return Headline(
         rows,
         sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),

@@ -34,7 +34,7 @@ from repro_matrix.changes.regressions import (
     compare_to_last_passing,
     since_last_passing,
 )
-from repro_matrix.changes.sides import AXES, from_row
+from repro_matrix.changes.sides import AXES
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue, left_out
 from repro_matrix.config.schema import Case
@@ -129,7 +129,7 @@ def load_results(
             raise ResultsError(f"{history}: no such folder")
         end = max((row.started for row in stored), default=0.0)
         past = [run for run in load_history(history) if run.started < end]
-        since = compare_to_last_passing(map(from_row, rows), past)
+        since = compare_to_last_passing(rows, past)
     elif len(folders) == 1:
         since = since_last_passing(folders[0], rows, catalog.cases)
     rows = quarantine.mark_rows(against_history(rows, since), entries, today)
@@ -214,7 +214,7 @@ def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
 def page(loaded: Results, folders: Sequence[Path], target: Path | None = None) -> Page:
     """Build the page of loaded results. ``target``: the page's file."""
     past = loaded.past
-    runs = [*past, make_run("these results", map(from_row, loaded.headline.rows))] if past else []
+    runs = [*past, make_run("these results", loaded.headline.rows)] if past else []
     return build_page(
         loaded.cells,
         loaded.headline,
