@@ -25,7 +25,7 @@ class NightlyRun:
     """The newest result of each cell in one run.
 
     ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> its
-    packages, all of them if the run stored them. ``quarantined``: (cell id, variant) of changes
+    packages, the complete list if the run stored it. ``quarantined``: (cell id, variant) of changes
     that did not count. ``partial``: it measured or confirmed less than requested.
     """
 
@@ -94,7 +94,7 @@ def make_run(
     ``packages``: stack -> all its packages, if they are known.
     """
     places = by_place(rows)
-    in_order = sorted(places.values(), key=lambda row: place_of(row)[:3])
+    in_order = sorted(places.values(), key=lambda row: row.cell)
     versions = {row.stack.name: row.stack.versions for row in in_order}
     kept = tuple(
         replace(row, stack=replace(row.stack, versions={}), **_OMITTED) for row in in_order
@@ -146,16 +146,11 @@ def check_one_commit(rows: Iterable[Row]) -> None:
         )
 
 
-Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
+Place = tuple[str, str, str, str]  # cell id, stack, hardware, variant
 
 
 def place_of(row: Row) -> Place:
-    return (
-        row.cell_id,
-        row.hardware.profile,
-        row.stack.name,
-        row.variant,
-    )
+    return (*row.cell, row.variant)
 
 
 def by_place(rows: Iterable[Row]) -> dict[Place, Row]:

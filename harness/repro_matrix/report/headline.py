@@ -465,10 +465,7 @@ class Headline:
         before = {
             place: row for place, (_, row) in self.since.references.items() if place not in changes
         }
-        now = [
-            ((row.cell_id, row.hardware.profile, row.stack.name, row.variant), row)
-            for row in self.rows
-        ]
+        now = [(place_of(row), row) for row in self.rows]
         return [
             f"{row.case}/{row.variant}"
             for place, row in now
