@@ -266,7 +266,7 @@ def _describe(
 
 
 def not_committed() -> list[str]:
-    """Return the files of expectations and of the quarantine that are not reviewed: committed."""
+    """Return uncommitted files of expectations and the quarantine, which are not reviewed."""
     own, places = project.current(), (project.current().expected, quarantine.file())
     return [file for place in places for file in store.uncommitted_files(own.folder, [place])]
 

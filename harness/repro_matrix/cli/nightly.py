@@ -7,8 +7,8 @@ docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and its lock files
 If the lock of a stack differs from the one of the last passing run, `repro bisect` searches between
 the two locks, for --bisect-time in all; probes are stored, so that the next run continues. Each
 changed case gets a Markdown file in --issues, with a title line and a last line `change=DIGEST`;
-`gh issue create` posts it. --acknowledged: a file with such lines of handled changes, e.g. the texts
-of closed issues; these changes do not count.
+`gh issue create` posts it. --acknowledged: a file with such lines of handled changes, e.g. the
+texts of closed issues; these changes do not count.
 
 exit codes: 1 a result changed, or is not the expected one, and is neither quarantined nor
 acknowledged, or a quarantine entry has expired; else the exit code of the runs (--run-exit-code);
