@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -74,6 +73,9 @@ class NightlyRun:
 _ADAPTER = TypeAdapter(NightlyRun)
 # Details that no comparison reads, and that would be most of the file.
 _OMITTED: dict[str, Any] = {
+    "title": "",
+    "references": (),
+    "help": "",
     "checks": (),
     "errors": (),
     "stacks": {},
@@ -81,6 +83,11 @@ _OMITTED: dict[str, Any] = {
     "torchrun": None,
     "evidence": "",
 }
+
+
+def _compact(row: Row) -> Row:
+    attempts = tuple(replace(each, reason="", metrics={}) for each in row.attempts)
+    return replace(row, attempts=attempts, stack=replace(row.stack, versions={}), **_OMITTED)
 
 
 def make_run(
@@ -96,9 +103,7 @@ def make_run(
     places = by_place(rows)
     in_order = sorted(places.values(), key=lambda row: row.cell)
     versions = {row.stack.name: row.stack.versions for row in in_order}
-    kept = tuple(
-        replace(row, stack=replace(row.stack, versions={}), **_OMITTED) for row in in_order
-    )
+    kept = tuple(map(_compact, in_order))
     return NightlyRun(run_id, kept, exit_code, versions | dict(packages or {}))
 
 
@@ -128,12 +133,17 @@ def load_history(folder: Path) -> list[NightlyRun]:
 
 def store_run(folder: Path, run: NightlyRun) -> None:
     """Add a run to the history, or replace the one of the same id. Raises OSError."""
-    runs = {each.run_id: each for each in [*load_history(folder), run]}
-    values: list[Any] = [
-        _ADAPTER.dump_python(each, mode="json", exclude_defaults=True) | {"schema": each.schema}
-        for each in runs.values()
-    ]
-    write_text(folder / FILE, "".join(json.dumps(each) + "\n" for each in values))
+    path = folder / FILE
+    text = _ADAPTER.dump_json(run).decode()
+    same_id = text[: text.index(',"rows":')]
+    content = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = list(filter(None, content.split("\n")))
+    stored = [each.startswith(same_id) for each in lines]
+    if True in stored:
+        lines[stored.index(True)] = text
+    else:
+        lines.append(text)
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def check_one_commit(rows: Iterable[Row]) -> None:
