@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
-from repro_matrix.config.schema import AmbiguousWith, Signature, Strategy
+from repro_matrix.config.schema import AmbiguousWith, Case, Signature, Strategy
 from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
@@ -283,8 +283,7 @@ def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailu
     perhaps: list[KnownFailure] = []
     strategies = strategies_of(error, catalogue.strategies)
     for case, signature in catalogue.failures:
-        # The same text under another strategy has another cause (grading/grade.py).
-        if strategies and not strategies & set(case.axes.strategy):
+        if not _applies_to(case, strategies):
             continue
         ambiguous_with = signature.ambiguous_with
         clear = not ambiguous_with or _ruled_out(ambiguous_with, error, seen)
@@ -314,31 +313,28 @@ def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailu
         )
     )
     names = list(dict.fromkeys(item.case for item in known))
-    if len(names) > 1:
-        perhaps[:0] = [
-            replace(
-                item,
-                missing=tuple(f"{other} shows the same" for other in names if other != item.case),
-            )
-            for item in known
-        ]
-        known = []
-    return LogFailure(error, tuple(known), () if known else tuple(perhaps))
+    if len(names) == 1:
+        return LogFailure(error, tuple(known))
+    for index, item in enumerate(known):
+        others = tuple(f"{other} shows the same" for other in names if other != item.case)
+        perhaps.insert(index, replace(item, missing=others))
+    return LogFailure(error, (), tuple(perhaps))
 
 
 def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFailure, ...]:
-    """Return the case whose failure a rule names in another wording, or for other places."""
+    """Return the case of which a rule recognizes another wording or another place."""
     name = failure.rule.case if failure.rule and not failure.known else ""
-    case = next((each for each in catalogue.cases if each.slug == name), None)
     strategies = strategies_of(failure.error, catalogue.strategies)
-    found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
-    # in the case's own wording
-    found = found and name not in {each.case for each in failure.perhaps}
-    return (
-        (KnownFailure(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
-        if found
-        else ()
-    )
+    cases = [each.slug for each in catalogue.cases if _applies_to(each, strategies)]
+    # A case that is possible already is shown in its own wording.
+    if name not in cases or name in {each.case for each in failure.perhaps}:
+        return ()
+    return (KnownFailure(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
+
+
+def _applies_to(case: Case, strategies: set[str]) -> bool:
+    # The same text under another strategy has another cause (grading/grade.py).
+    return not strategies or bool(strategies & set(case.axes.strategy))
 
 
 def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:
