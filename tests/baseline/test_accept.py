@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from observations import document, observation, ok
+from repro_matrix import git
 from repro_matrix.baseline import accept
 from repro_matrix.baseline.accept import published_place, refusals
 from repro_matrix.cli import accept as command
@@ -177,7 +178,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     own = SimpleNamespace(**folders, is_shipped=True, file=None)
     for module in (accept, command):
         monkeypatch.setattr(module, "project", SimpleNamespace(current=lambda: own, published=list))
-    monkeypatch.setattr(store, "since", lambda commit, root, paths: None)
+    monkeypatch.setattr(git, "since", lambda commit, root, paths: None)
     return own
 
 
@@ -279,7 +280,7 @@ def test_accept_refuses_incomplete_results_and_other_code(
         and "torn.json" in err
     )
     monkeypatch.setattr(
-        store, "since", lambda commit, root, paths: "repros/x.py has changed since commit abc"
+        git, "since", lambda commit, root, paths: "repros/x.py has changed since commit abc"
     )
     assert (
         "measured with other code: repros/x.py has changed since commit abc" in accepted("more")[2]

@@ -18,7 +18,7 @@ from repro_matrix.cli import options
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
 from repro_matrix.report import page
-from repro_matrix.report.formats import find_format, format_names
+from repro_matrix.report.formats import find_format
 from repro_matrix.report.load import Results, load_results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
@@ -40,9 +40,9 @@ from repro_matrix.results import runs
 )
 @click.option(
     "--format",
-    type=options.Choice(format_names()),
+    metavar="FORMAT",
     default="html",
-    help="default: html, one self-contained file",
+    help="html (default, one self-contained file), text, junit, markdown, json, or one of a plug-in",
 )
 @click.option(
     "--output",

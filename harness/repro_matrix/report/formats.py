@@ -17,6 +17,7 @@ from typing import Any
 from repro_matrix.baseline.derivation import is_unanswered
 from repro_matrix.changes.diff import KINDS, Change, describe_row
 from repro_matrix.changes.regressions import ChangedCase
+from repro_matrix.errors import unknown
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.attention import NOTHING
 from repro_matrix.report.headline import Headline
@@ -243,7 +244,9 @@ def format_names() -> list[str]:
 
 
 def find_format(name: str) -> Format:
-    """Return a format by its name. Raises KeyError."""
+    """Return a format by its name. Raises ConfigError."""
+    if name not in format_names():
+        raise unknown("format", name, format_names(), "--format")
     return FORMATS[name] if name in FORMATS else entry_points(group=GROUP)[name].load()
 
 
