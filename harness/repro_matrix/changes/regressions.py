@@ -265,18 +265,13 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
         stored = [with_catalog(row, cases) for row in current_rows(run.folder, notes)]
         if cells & {row.cell for row in stored}:
             name = run.folder.name if run.folder.parent == scratch().resolve() else str(run.folder)
-            less = (
-                run.exit_code
-                or missing_cells(run.folder, stored, notes)
-                or lost(notes)
-                or lacking(stored)
-            )
-            found.append(replace(make_run(name, stored, 0), partial=bool(less)))
+            missing = missing_cells(run.folder, stored, notes) or lost(notes)
+            partial = bool(run.exit_code or missing or lacking(stored))
+            found.append(replace(make_run(name, stored, 0), partial=partial))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
-    results = rows
-    since = compare_to_last_passing(results, found, lambda *place: place in accepted)
+    since = compare_to_last_passing(rows, found, lambda *place: place in accepted)
     since.earlier = bool(before)
-    return name_files(since, make_run("", results))
+    return name_files(since, make_run("", rows))
 
 
 def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
@@ -306,11 +301,10 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
     marked = []
     for row in rows:
         is_open = row.state in NOTHING_STORED or (row.nearest and row.state != "unexpected")
-        known = better_before(row) if is_open and row.measured else None
-        note = f"{row.note or 'no expectation'}; measured in {known[1]}" if known else ""
-        marked.append(
-            replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row
-        )
+        if is_open and row.measured and (known := better_before(row)):
+            note = f"{row.note or 'no expectation'}; measured in {known[1]}"
+            row = replace(row, state="unexpected", expected_verdict=known[0], note=note)
+        marked.append(row)
     return marked
 
 
