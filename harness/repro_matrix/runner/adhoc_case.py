@@ -1,5 +1,4 @@
-"""A user's script as an ad-hoc case: its command, and the request for its cell, which takes the
-same path as every case: planner, launcher, grader, store and searches.
+"""Make an ad-hoc case of a user's script, which takes the same path as every case.
 
 The stack's interpreter replaces the launcher's program (``torchrun`` becomes ``python -m
 torch.distributed.run``), so that the same command runs on any stack.
@@ -62,8 +61,10 @@ _COUNT = re.compile(
 
 @dataclass(frozen=True)
 class Command:
-    """``argv``: arguments of the stack's interpreter. ``shown``: the command as the user writes
-    it."""
+    """A command line.
+
+    ``argv``: arguments of the stack's interpreter. ``shown``: the command as the user writes it.
+    """
 
     argv: tuple[str, ...]
     nproc: int  # expected ranks
@@ -74,14 +75,12 @@ class Command:
 
     @property
     def single(self) -> bool:
-        """Whether it may be one process without a rank, as accelerate starts a script on one
-        device."""
+        """Return whether it may be a single process without a rank (accelerate, one device)."""
         return self.plain or self.argv[:2] == ("-m", "accelerate.commands.launch")
 
 
 def is_script(word: str) -> bool:
-    """Return whether a command's first argument names a script: a case's slug has no slash and does
-    not end in .py."""
+    """Return whether a command's first argument is a script and not a case's slug."""
     return word.endswith(".py") or "/" in word
 
 
@@ -102,8 +101,10 @@ def command_of_script(word: str, nproc: int, args: str = "", module: bool = Fals
 
 
 def command_of_words(words: Sequence[str], nproc: int | None = None) -> Command:
-    """Return a command line given after ``--``. ``nproc``: expected ranks, if the command line does
-    not set them."""
+    """Return a command line given after ``--``.
+
+    ``nproc``: expected ranks, if the command line does not set them.
+    """
     program, rest = Path(words[0]).name, list(words[1:])
     if program == "accelerate" and rest:
         program, rest = f"accelerate {rest[0]}", rest[1:]
@@ -159,8 +160,10 @@ def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[
 
 
 def with_ranks(words: Sequence[str], nproc: int) -> list[str]:
-    """Return a command line that starts another number of ranks. Raises ConfigError where no option
-    of it does."""
+    """Return a command line that starts another number of ranks.
+
+    Raises ConfigError if it has no option for that.
+    """
     for at, word in enumerate(words):
         if found := _COUNT.fullmatch(word):
             option = (
@@ -174,8 +177,10 @@ def with_ranks(words: Sequence[str], nproc: int) -> list[str]:
 
 
 def checked_script(word: str) -> Path:
-    """Return the script's path. Raises ConfigError: no such file, or a syntax error, with its
-    line."""
+    """Return the script's path.
+
+    Raises ConfigError: no such file, or a syntax error, with its line.
+    """
     path = Path(word).expanduser().absolute()
     if not path.is_file():
         beside = (
@@ -324,8 +329,7 @@ def _code(script: Path | None) -> str:
 
 
 def _files(script: Path | None) -> list[Path]:
-    """Return the script and what it imports from its folder, the working directory or PYTHONPATH:
-    modules and packages, and what those import."""
+    """Return the script and the modules that it imports from its folder or PYTHONPATH."""
     seen, waiting = dict[Path, None](), [script.resolve()] if script else []
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     roots = dict.fromkeys(
@@ -342,9 +346,11 @@ def _files(script: Path | None) -> list[Path]:
 
 
 def _preloaded(command: Command) -> list[str] | None:
-    """Return the packages that a fork server may import ahead of the script; None where it may not:
-    torchrun does not start the script itself, or it may set what those packages read, or import
-    another package by their name."""
+    """Return the packages that a fork server may import ahead of the script, or None.
+
+    It may import none if torchrun does not start the script itself, or if the script may set what
+    those packages read, or import another package by their name.
+    """
     script, torchrun = (
         command.script,
         command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone"),
@@ -382,8 +388,10 @@ def _imported(path: Path) -> set[str]:
 
 
 def in_shell(stack: Stack) -> Stack:
-    """Return the stack as a script imports it: the shell's PYTHONPATH may hide some of its
-    packages."""
+    """Return the stack as a script imports it.
+
+    The shell's PYTHONPATH may hide some of its packages.
+    """
     hidden = shadowed(stack, os.environ.get("PYTHONPATH", ""))
     if not hidden:
         return stack

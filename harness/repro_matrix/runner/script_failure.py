@@ -1,5 +1,4 @@
-"""What counts as the failure of a user's script: read from the command line's options, or learned
-from a run."""
+"""Define the failure of a user's script, from options or from a first run."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ _METRIC = re.compile(
 
 @dataclass(frozen=True)
 class ScriptFailure:
-    """What counts as the failure. Without signatures and metric: any failure."""
+    """The definition of the failure. Without signatures and metric: any failure."""
 
     text: str = ""  # for reports
     signatures: tuple[Signature, ...] = ()
@@ -56,7 +55,7 @@ class ScriptFailure:
 
     @property
     def needs_limit(self) -> bool:
-        """Whether a search has to find the metric's limit."""
+        """Return whether a search has to find the metric's limit."""
         return self.metric is not None and not self.metric.op
 
 
@@ -127,8 +126,7 @@ def hang(seconds: float) -> ScriptFailure:
 
 
 def metric(text: str) -> ScriptFailure:
-    """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search
-    compares its ends."""
+    r"""Parse ``loss > 3.2``, ``/final loss: (\S+)/ > 3.2``, or the name alone."""
     match = _METRIC.match(text)
     if match is None:
         raise ConfigError(
@@ -158,8 +156,10 @@ def metric(text: str) -> ScriptFailure:
 
 
 def learned(outcome: Outcome, made: Made) -> ScriptFailure | None:
-    """Return exactly the failure of an attempt, so that no other failure counts as it; None without
-    a failure."""
+    """Return exactly the failure of an attempt, so that no other failure counts as it.
+
+    Return None without a failure.
+    """
     primary = outcome.primary
     if primary is None:
         return None
@@ -189,8 +189,7 @@ def _exact_failure(raised: RaisedException) -> ScriptFailure:
 
 
 def normal(message: str) -> str:
-    """Return a message's first line without its numbers: sizes and counts differ between
-    releases."""
+    """Return a message's first line without its numbers, which differ between releases."""
     return re.sub(r"\d+", "#", comparable_text(message))
 
 

@@ -1,6 +1,7 @@
-"""Traces of attempts (launch/worker/tracer): of a user's script they are kept beside its result and
-compared later; of a case whose check failed, only the place where its training begins to differ
-from the single process is kept.
+"""Keep the traces of attempts.
+
+Those of a user's script are stored beside its result and compared later. Of a case whose check
+failed, only the place where its training begins to differ from the single process is kept.
 
 Which failed checks are repeated with a trace: those of a training's numbers that are not expected,
 once for each variant, in tiny models. An expected failure has been explained, and tracing it would
@@ -28,8 +29,10 @@ NOISE = 2  # runs with one unit of rounding noise: repros/repro_kit/reference.py
 
 
 def variables(folder: Path, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a traced attempt. Hooks of modules are not called in what
-    torch.compile compiles."""
+    """Return the variables of a traced attempt.
+
+    Hooks of modules are not called in what torch.compile compiles.
+    """
     return {
         TRACE: str(folder),
         "REPRO_WORKER": str(WORKER.parent),
@@ -66,8 +69,7 @@ def locate_difference(folder: Path) -> dict[str, Any]:
 
 
 def unexplained(document: Document, case: Case) -> dict[str, int]:
-    """Return the variants to repeat with a trace, each with the index of its first attempt that
-    failed such a check."""
+    """Return the variants to repeat with a trace, each with its first failed attempt's index."""
     if (
         isinstance(case, AdhocCase)
         or case.pass_criteria.kind != "training"
