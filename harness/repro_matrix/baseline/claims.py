@@ -118,12 +118,13 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
             missing.append(f"no stored measurement of {_scope(prediction, slug)}")
     evidence = _real_before_simulated(evidence)
     decided = [item for item in evidence if item.holds is not None]
-    undecided = _reasons([*(item.measured for item in evidence if item.holds is None), *missing])
+    reasons = [*(item.measured for item in evidence if item.holds is None), *missing]
+    undecided = list_some(list(dict.fromkeys(reasons)), MAX_REASONS, "; ")
     if not decided:
         return result("untested", undecided, evidence)
-    edited = ", with files that were not committed" * uncommitted
+    edited = ", with files that were not committed" if uncommitted else ""
     if len({item.holds for item in decided}) == 2:
-        simulated = "simulated: " * decided[0].simulated
+        simulated = "simulated: " if decided[0].simulated else ""
         return result("mixed", simulated + _conditions(decided) + edited, evidence)
     brief = (
         counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
@@ -134,10 +135,6 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
         f"; not decided: {undecided}" if undecided else ""
     )
     return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)
-
-
-def _reasons(reasons: list[str]) -> str:
-    return list_some(list(dict.fromkeys(reasons)), MAX_REASONS, "; ")
 
 
 def _real_before_simulated(found: list[ClaimEvidence]) -> list[ClaimEvidence]:
@@ -194,19 +191,19 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
     """
     holds, measured = decide(prediction, cell)
     row = _first(cell)
-    newest = next(other for other in cells if _same_cell(_first(other), row))
-    for variant in dict.fromkeys([prediction.variant, prediction.relative_to or "unfixed"]):
-        if variant in cell and variant in newest:
-            difference = settings_difference(
-                cast(Settings, cell[variant].settings), cast(Settings, newest[variant].settings)
-            )
-            if difference:
-                holds, measured = None, f"left out: variant {variant}: {difference}"
-                break
-    versions = row.stack.versions
-    known = ", ".join(
-        f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions
+    place = row.cell_id, row.params, row.hardware.kind
+    newest = next(
+        other
+        for other in cells
+        if (_first(other).cell_id, _first(other).params, _first(other).hardware.kind) == place
     )
+    for variant in (prediction.relative_to or "unfixed", prediction.variant):
+        if variant in cell and variant in newest:
+            settings = (cast(Settings, each[variant].settings) for each in (cell, newest))
+            if difference := settings_difference(*settings):
+                holds, measured = None, f"left out: variant {variant}: {difference}"
+    versions = row.stack.versions
+    known = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
     setting = [f"{name}={value}" for name, value in row.flags.items()]
     setting += [word for word in row.overrides if word != f"ranks={row.ranks}"]
     setting += [row.scale, f"{row.weights} weights", *(["simulated"] if row.simulated else [])]
@@ -217,7 +214,7 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
         model=row.model,
         strategy=row.strategy,
         ranks=counted(row.ranks, "rank"),
-        stack=row.stack.name + (f" ({known})" if known else ""),
+        stack=f"{row.stack.name} ({', '.join(known)})" if known else row.stack.name,
         hardware=row.hardware.profile,
         setting=" ".join(setting),
         predicted=_predicted(prediction),
@@ -229,28 +226,14 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
     )
 
 
-def _same_cell(one: Row, other: Row) -> bool:
-    return (one.cell_id, one.params, one.hardware.kind) == (
-        other.cell_id,
-        other.params,
-        other.hardware.kind,
-    )
-
-
 def _predicted(prediction: Prediction) -> str:
-    metric = prediction.metric
-    if metric is not None:
+    if metric := prediction.metric:
         side, other = ("below", metric.below) if metric.below else ("above", metric.above)
-        return f"{metric.name} {side} {other}" + (
-            f" x {metric.factor:g}" if metric.factor != 1 else ""
-        )
-    if prediction.outcome_without_warning is not None:
-        return (
-            f"{' or '.join(sorted(as_set(prediction.outcome_without_warning)))} but for the remark"
-        )
-    return " or ".join(
-        sorted(as_set(prediction.verdict if prediction.verdict is not None else prediction.outcome))
-    )
+        factor = f" x {metric.factor:g}" if metric.factor != 1 else ""
+        return f"{metric.name} {side} {other}{factor}"
+    without = prediction.outcome_without_warning
+    names = without or prediction.verdict or prediction.outcome
+    return " or ".join(sorted(as_set(names))) + (" but for the remark" if without else "")
 
 
 def _scope(prediction: Prediction, case: str) -> str:

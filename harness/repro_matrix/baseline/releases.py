@@ -51,9 +51,6 @@ class ReleaseRange:
     def span(self) -> str:
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
-    def contains(self, version: str) -> bool:
-        return Version(self.first) <= Version(version) <= Version(self.last)
-
 
 @dataclass(frozen=True)
 class Releases:
@@ -73,17 +70,18 @@ class Releases:
         found = [each for each in self.ranges if each.state == "reproduces"]
         if found and self.every:
             return ", ".join(f"{name} {each.span}" for name, each in self.every.items())
-        newest = " (newest measured)" if found and found[-1] is self.ranges[-1] else ""
-        return f"{self.package} {', '.join(each.span for each in found)}{newest}" if found else ""
+        if not found:
+            return ""
+        newest = " (newest measured)" if found[-1] is self.ranges[-1] else ""
+        return f"{self.package} {', '.join(each.span for each in found)}{newest}"
 
     @property
     def after(self) -> ReleaseRange | None:
         """Return the first range after the failure; None while it reproduces, or never did."""
-        last = max(
-            (index for index, each in enumerate(self.ranges) if each.state == "reproduces"),
-            default=None,
-        )
-        return self.ranges[last + 1] if last is not None and last + 1 < len(self.ranges) else None
+        states = [each.state for each in self.ranges]
+        if "reproduces" not in states[:-1] or states[-1] == "reproduces":
+            return None
+        return self.ranges[len(states) - states[::-1].index("reproduces")]
 
     @property
     def ended(self) -> str:
@@ -101,17 +99,13 @@ class Releases:
     @property
     def sentence(self) -> str:
         """Describe the whole history in a sentence; "" if only one release was measured."""
-        if not self.reproduces or all(
-            each.first == each.last for each in (*self.ranges, *self.every.values())
-        ):
+        spans = (*self.ranges, *self.every.values())
+        if not self.reproduces or all(each.first == each.last for each in spans):
             return ""
-        verb = (
-            ""
-            if not self.after
-            else "; fixed "
-            if self.after.state == "absent"
-            else "; replaced by another error "
-        )
+        verb = ""
+        if self.after:
+            verb = "fixed" if self.after.state == "absent" else "replaced by another error"
+            verb = f"; {verb} "
         return f"reproduces in {self.reproduces}{verb}{self.ended}"
 
 
@@ -180,18 +174,17 @@ def _others(
 
 def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:
     """Return whether two neighboring expectations leave no release between them."""
-    ends = {
-        (each.operator, each.version)
-        for _, entry in before
-        for each in SpecifierSet(entry.versions[package])
-    }
-    begins = {
-        (each.operator, each.version)
-        for _, entry in after
-        for each in SpecifierSet(entry.versions[package])
-    }
-    upper = {version for operator, version in ends if operator == "<"}
-    lower = {version for operator, version in begins if operator == ">="}
-    last = {Version(version).release for operator, version in ends if operator == "<="}
-    next_patch = {(*release[:-1], release[-1] + 1) for release in last if len(release) > 2}
-    return bool(upper & lower) or bool(next_patch & {Version(version).release for version in lower})
+
+    def bounds(points: Iterable[Point], operator: str) -> set[str]:
+        return {
+            each.version
+            for _, entry in points
+            for each in SpecifierSet(entry.versions[package])
+            if each.operator == operator
+        }
+
+    lower = bounds(after, ">=")
+    releases = (Version(version).release for version in bounds(before, "<="))
+    next_patches = {(*each[:-1], each[-1] + 1) for each in releases if len(each) > 2}
+    begins = {Version(version).release for version in lower}
+    return bool(bounds(before, "<") & lower or next_patches & begins)

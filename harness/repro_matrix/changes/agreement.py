@@ -1,5 +1,4 @@
-"""How often one side's results predict the other's, such as a CPU's those of a GPU: `repro diff
---agreement`. Pure."""
+"""Measure how often one side's results predict the other's: `repro diff --agreement`. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Agreement:
 
     @property
     def disagreements(self) -> list[Pair]:
-        """The variants with another verdict, failure or outcome."""
+        """Return the variants with another verdict, failure or outcome."""
         shown = [
             [(row.stored_verdict, row.failure_ids, row.kinds.keys()) for row in pair]
             for pair in self.pairs
@@ -41,7 +40,7 @@ class Agreement:
 
     @property
     def across(self) -> bool:
-        """Whether a GPU was compared with a CPU."""
+        """Return whether a GPU was compared with a CPU."""
         return any(
             "GPUs" in one.hardware.description.keys() ^ other.hardware.description.keys()
             for one, other in self.pairs
@@ -53,8 +52,10 @@ class Agreement:
 
     @property
     def tolerance_used(self) -> dict[str, list[float]]:
-        """Numeric check -> the part of its tolerance that the variants that pass used at most, on
-        each side."""
+        """Return the part of its tolerance that each numeric check uses at most, on each side.
+
+        Only variants that pass count.
+        """
         sides = [
             [row.tolerance_used for row in side if set(row.kinds) == {"passed"}]
             for side in zip(*self.pairs)
@@ -66,8 +67,10 @@ class Agreement:
 
 
 def measure_agreement(one: Iterable[Row], other: Iterable[Row]) -> list[Agreement]:
-    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides
-    measured."""
+    """Return each case's agreement, the lowest first.
+
+    Raises ConfigError: both sides have no measurement in common.
+    """
     one, other = list(one), list(other)
     here, there = ({row.hardware.profile for row in side} for side in (one, other))
     # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of

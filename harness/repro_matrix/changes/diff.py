@@ -42,7 +42,7 @@ RARE = 0.001
 
 @dataclass(frozen=True)
 class Change:
-    """``variant`` is empty for a whole cell."""
+    """A change of a variant, or of a whole cell (``variant`` is empty)."""
 
     kind: str
     variant: str
@@ -58,11 +58,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason).
+    """The comparison of two sides.
 
-    ``across``: axis -> the two values, where each side has one value and they differ. ``excused``:
-    why the second side
-    need not have some results -> their number.
+    ``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason). ``across``:
+    axis -> the two values, if each side has one value and they differ. ``excused``: why the second
+    side need not have some results -> their number.
     """
 
     changes: tuple[Change, ...]
@@ -80,50 +80,46 @@ class Diff:
         there = {axis: pair[1] for axis, pair in self.across.items()}
         changes, excused = [], Counter[str]()
         for change in self.changes:
-            row, reason = change.row, ""
-            if change.kind in LESS:
-                hardware = there.get("hardware", row.hardware.profile)
-                left_out = bool(change.variant) and change.after is None
-                reason = excuse_for(
-                    row.cell_id, hardware, there.get("stack", row.stack.name), runs, left_out
-                )
-            if reason:
-                excused[reason] += 1
-            else:
+            cell, stack, hardware = change.row.cell
+            place = cell, there.get("stack", stack), there.get("hardware", hardware)
+            left_out = bool(change.variant) and change.after is None
+            reason = excuse_for(place, runs, left_out) if change.kind in LESS else ""
+            excused[reason] += 1
+            if not reason:
                 changes.append(change)
+        del excused[""]
         return replace(self, changes=tuple(changes), excused=excused)
 
     @property
     def exit_code(self) -> int:
-        """Return 1 where a result differs; else 3 where the second side lacks results of the first;
-        else 0."""
+        """Return 1 if a result differs, else 3 if the second side lacks results, else 0."""
         return 1 if self.select(RESULTS) else 3 if self.select(LESS) else 0
 
 
-def excuse_for(cell: str, hardware: str, stack: str, runs: Sequence[Run], left_out: bool) -> str:
-    """Return why these runs need not have measured a variant; "" if they should have.
+CellId = tuple[str, str, str]  # cell id, stack, hardware; "" if the comparison goes across it
+Cells = dict[CellId, dict[str, Row]]  # each cell's variants
+
+
+def excuse_for(place: CellId, runs: Sequence[Run], left_out: bool) -> str:
+    """Return why these runs need not have measured a variant of a cell; "" if they should have.
 
     ``left_out``: the cell was measured without this variant: by the selection or the catalog. A
     shard should have measured what its run planned, which only the other shards know.
     """
-    if any(f"{hardware} {stack} {cell}" in (run.left or ()) for run in runs):
+    if any(" ".join(place[::-1]) in (run.left or ()) for run in runs):
         return "no time left"
     planned = [name.partition(" ")[2] for run in runs for name in run.planned]
     known = planned and not any(text.startswith("shard=") for run in runs for text in run.texts)
-    return "not requested" if known and (left_out or f"{stack} {cell}" not in planned) else ""
-
-
-CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
-Cells = dict[CellId, dict[str, Row]]  # each cell's variants
+    requested = not left_out and f"{place[1]} {place[0]}" in planned
+    return "not requested" if known and not requested else ""
 
 
 def newest(rows: Iterable[Row]) -> Cells:
-    """Group rows by cell; of a cell that was measured several times keep the newest result."""
+    """Group rows by cell, and keep the newest result of each cell."""
     cells: dict[CellId, dict[tuple[float, str], dict[str, Row]]] = {}
     for row in rows:
-        cells.setdefault((row.cell_id, row.hardware.profile, row.stack.name), {}).setdefault(
-            (row.started, row.evidence), {}
-        )[row.variant] = row
+        measured = cells.setdefault(row.cell, {}).setdefault((row.started, row.evidence), {})
+        measured[row.variant] = row
     return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
 
 
@@ -131,24 +127,21 @@ def pair_cells(
     before: Iterable[Row], after: Iterable[Row]
 ) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
     """Return both sides' cells under common ids, and the axes that the comparison goes across."""
-    one, other = newest(before), newest(after)
+    sides = newest(before), newest(after)
     across = {}
-    for index, axis in ((1, "hardware"), (2, "stack")):
-        left, right = ({cell_id[index] for cell_id in side} for side in (one, other))
+    for index, axis in ((1, "stack"), (2, "hardware")):
+        left, right = ({cell_id[index] for cell_id in side} for side in sides)
         if len(left) == len(right) == 1 and left != right:
             across[axis] = (left.pop(), right.pop())
-
-    def common_ids(side: Cells) -> Cells:
-        return {
-            (
-                key,
-                "" if "hardware" in across else hardware,
-                "" if "stack" in across else stack,
-            ): variants
-            for (key, hardware, stack), variants in side.items()
-        }
-
-    return common_ids(one), common_ids(other), across
+    for side in sides if across else ():
+        for cell, stack, hardware in list(side):
+            variants = side.pop((cell, stack, hardware))
+            stack, hardware = (
+                "" if axis in across else value
+                for axis, value in (("stack", stack), ("hardware", hardware))
+            )
+            side[cell, stack, hardware] = variants
+    return *sides, across
 
 
 def pair_variants(one: Cells, other: Cells) -> Iterator[tuple[Row | None, Row | None]]:
@@ -159,24 +152,21 @@ def pair_variants(one: Cells, other: Cells) -> Iterator[tuple[Row | None, Row | 
 
 
 def compare_rows(before: Iterable[Row], after: Iterable[Row]) -> Diff:
-    """Return what differs in ``after``."""
+    """Return the changes from ``before`` to ``after``."""
     one, other, across = pair_cells(before, after)
     changes: list[Change] = []
     incomparable: list[tuple[Row, str]] = []
     variants = 0
     for old, new in pair_variants(one, other):
-        if old is None or new is None:
-            row = old or new
-            if row and row.kinds:
-                changes.append(
-                    Change("newly_measured" if new else "not_measured", row.variant, old, new)
-                )
-            continue
-        variants += 1
-        if reason := settings_difference(old.settings, new.settings):
-            incomparable.append((new, reason))
-        elif kind := result_change(old, new):
-            changes.append(Change(kind, new.variant, old, new))
+        if old and new:
+            variants += 1
+            if reason := settings_difference(old.settings, new.settings):
+                incomparable.append((new, reason))
+            elif kind := result_change(old, new):
+                changes.append(Change(kind, new.variant, old, new))
+        elif (row := old or new) and row.kinds:
+            kind = "newly_measured" if new else "not_measured"
+            changes.append(Change(kind, row.variant, old, new))
     for cell_id, cell in {**one, **other}.items():
         row = next(iter(cell.values()))
         if cell_id not in other:
@@ -184,27 +174,19 @@ def compare_rows(before: Iterable[Row], after: Iterable[Row]) -> Diff:
         elif cell_id not in one:
             changes.append(Change("cell_added", "", None, row))
     kinds = list(KINDS)
-    changes.sort(
-        key=lambda c: (
-            kinds.index(c.kind),
-            c.row.case,
-            c.row.cell_id,
-            c.row.hardware.profile,
-            c.row.stack.name,
-            c.variant,
-        )
-    )
-    return Diff(
-        tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across
-    )
+    changes.sort(key=lambda c: (kinds.index(c.kind), c.row.case, *c.row.cell, c.variant))
+    both = len(one.keys() & other.keys())
+    return Diff(tuple(changes), both, variants, tuple(incomparable), across)
 
 
 Pools = Sequence[tuple[Counter[OutcomeName], Counter[OutcomeName]]]  # outcomes before and after
 
 
 def result_change(old: Row, new: Row, pools: Pools = ()) -> str | None:
-    """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where
-    attempts disagree, their shares are compared: in each of ``pools``, else of the two results."""
+    """Return the kind of change in a variant's result, one of ``KINDS``; None: nothing changed.
+
+    If attempts disagree, their shares are compared: in each of ``pools``, else of the two results.
+    """
     if not old.kinds or not new.kinds:
         if not old.kinds and not new.kinds:
             return None
@@ -222,13 +204,9 @@ def result_change(old: Row, new: Row, pools: Pools = ()) -> str | None:
             return "fix_stopped_working"
         elif not after and stopped_working(new.stored_verdict, old.stored_verdict, old.kinds):
             return "fix_works_now"
-        return (
-            "new_failure"
-            if before < after
-            else "failure_gone"
-            if after < before
-            else "different_failure"
-        )
+        if before < after:
+            return "new_failure"
+        return "failure_gone" if after < before else "different_failure"
     if old.steady != new.steady or any(len(earlier) > 1 for earlier, _ in pools):
         return "became_steady" if new.steady else "became_flaky"
     return None
@@ -237,32 +215,35 @@ def result_change(old: Row, new: Row, pools: Pools = ()) -> str | None:
 def stopped_working(
     before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]
 ) -> bool:
-    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A
-    hang is a failure: of a machine that was only slow it would be no evidence. Where the failure
-    itself is another one, no fix is to blame."""
-    another_failure = now in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
-    return (
-        before == "FIXED"
-        and not another_failure
-        and any(outcome != "passed" for outcome in outcomes)
-    )
+    """Return whether a fix that worked fails now, by its verdicts and the outcomes that count.
+
+    A hang counts as a failure; on a machine that is only slow, it is not an outcome that counts. If
+    the failure itself is another one, the fix is not to blame.
+    """
+    worked = before == "FIXED" and now not in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
+    return worked and any(outcome != "passed" for outcome in outcomes)
 
 
 def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -> bool:
-    """Whether attempts of a side disagree, the sides share an outcome, and Fisher's exact test
-    finds no difference between the shares of any outcome (with a chance of less than 1 in 1000 if
-    there is none)."""
-    if not before.keys() & after.keys():
+    """Return whether chance explains the difference between two sides' attempts.
+
+    The attempts of a side disagree, the sides share an outcome, and Fisher's exact test finds no
+    difference between the shares of any outcome (less than 1 in 1000, if there is none).
+    """
+    together = before + after
+    if not before.keys() & after.keys() or len(together) < 2:
         return False
-    return len(before + after) > 1 and all(
+    return all(
         _tail(after[outcome], after.total(), before[outcome], before.total()) > RARE
-        for outcome in before + after
+        for outcome in together
     )
 
 
 def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> float:
-    """Return the chance of so few, or so many, of all the counted ones among these attempts,
-    whichever is less."""
+    """Return the chance of so few, or so many, of the counted ones among these attempts.
+
+    The smaller one of both.
+    """
     counted_ones, everything = count + other_count, attempts + other_attempts
 
     def ways(numbers: range) -> int:
@@ -276,9 +257,14 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
 
 
 def _both_expected(old: Row, new: Row) -> bool:
-    """Whether the reviewed expectation lists both failures for the same stack: which of them comes
-    first is chance."""
-    same_stack = old.stack.name == new.stack.name and old.stack.versions in ({}, new.stack.versions)
+    """Return whether the reviewed expectation lists both failures for the same stack.
+
+    Which one comes first is chance.
+    """
+    same_stack = old.stack.name == new.stack.name and old.stack.versions in (
+        {},
+        new.stack.versions,
+    )
     return (
         same_stack
         and old.stored_verdict == new.stored_verdict
@@ -333,8 +319,10 @@ def describe_row(row: Row | None) -> str:
 
 
 def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
-    """Yield lines, the most important first. Changes of one case with the same text are listed
-    together."""
+    """Yield lines, the most important first.
+
+    Changes of one case with the same text are listed together.
+    """
     for kind in KINDS:
         groups: dict[tuple[str, ...], list[Change]] = {}
         for change in diff.select([kind]):

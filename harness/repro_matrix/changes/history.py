@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,9 +23,9 @@ FILE = "nights.jsonl"
 class NightlyRun:
     """The newest result of each cell in one run.
 
-    ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> all
-    packages, if the run stored them. ``quarantined``: (cell id, variant) of changes that did not
-    count. ``partial``: it measured or confirmed less than requested.
+    ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> its
+    packages, the complete list if the run stored it. ``quarantined``: (cell id, variant) of changes
+    that did not count. ``partial``: it measured or confirmed less than requested.
     """
 
     run_id: str
@@ -64,18 +63,19 @@ class NightlyRun:
         return any(row.dirty for row in self.rows)
 
     def versions(self, stack: str) -> Mapping[str, str]:
-        known = (row.stack.versions for row in self.rows if row.stack.name == stack)
-        return self.packages.get(stack) or next(known, {})
+        return self.packages.get(stack, {})
 
     def machine(self, hardware: str) -> Mapping[str, str]:
-        return next(
-            (row.hardware.description for row in self.rows if row.hardware.profile == hardware), {}
-        )
+        machines = (row.hardware for row in self.rows if row.hardware.profile == hardware)
+        return next((each.description for each in machines), {})
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
-# Most of the file would be these.
+# Details that no comparison reads, and that would be most of the file.
 _OMITTED: dict[str, Any] = {
+    "title": "",
+    "references": (),
+    "help": "",
     "checks": (),
     "errors": (),
     "stacks": {},
@@ -85,17 +85,26 @@ _OMITTED: dict[str, Any] = {
 }
 
 
+def _compact(row: Row) -> Row:
+    attempts = tuple(replace(each, reason="", metrics={}) for each in row.attempts)
+    return replace(row, attempts=attempts, stack=replace(row.stack, versions={}), **_OMITTED)
+
+
 def make_run(
     run_id: str,
     rows: Iterable[Row],
     exit_code: int | None = None,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> NightlyRun:
-    """Make a run of the newest result of each cell, without what no comparison reads."""
+    """Make a run of the newest result of each cell.
+
+    ``packages``: stack -> all its packages, if they are known.
+    """
     places = by_place(rows)
-    in_order = sorted(places.values(), key=lambda row: place_of(row)[:3])
-    kept = tuple(replace(row, **_OMITTED) for row in in_order)
-    return NightlyRun(run_id, kept, exit_code, dict(packages or {}))
+    in_order = sorted(places.values(), key=lambda row: row.cell)
+    versions = {row.stack.name: row.stack.versions for row in in_order}
+    kept = tuple(map(_compact, in_order))
+    return NightlyRun(run_id, kept, exit_code, versions | dict(packages or {}))
 
 
 def load_history(folder: Path) -> list[NightlyRun]:
@@ -124,12 +133,17 @@ def load_history(folder: Path) -> list[NightlyRun]:
 
 def store_run(folder: Path, run: NightlyRun) -> None:
     """Add a run to the history, or replace the one of the same id. Raises OSError."""
-    runs = {each.run_id: each for each in [*load_history(folder), run]}
-    values: list[Any] = [
-        _ADAPTER.dump_python(each, mode="json", exclude_defaults=True) | {"schema": each.schema}
-        for each in runs.values()
-    ]
-    write_text(folder / FILE, "".join(json.dumps(each) + "\n" for each in values))
+    path = folder / FILE
+    text = _ADAPTER.dump_json(run).decode()
+    same_id = text[: text.index(',"rows":')]
+    content = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = list(filter(None, content.split("\n")))
+    stored = [each.startswith(same_id) for each in lines]
+    if True in stored:
+        lines[stored.index(True)] = text
+    else:
+        lines.append(text)
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def check_one_commit(rows: Iterable[Row]) -> None:
@@ -142,11 +156,11 @@ def check_one_commit(rows: Iterable[Row]) -> None:
         )
 
 
-Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
+Place = tuple[str, str, str, str]  # cell id, stack, hardware, variant
 
 
 def place_of(row: Row) -> Place:
-    return row.cell_id, row.hardware.profile, row.stack.name, row.variant
+    return (*row.cell, row.variant)
 
 
 def by_place(rows: Iterable[Row]) -> dict[Place, Row]:

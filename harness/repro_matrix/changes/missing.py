@@ -17,8 +17,8 @@ SHOWN = 3  # cells with missing results
 class MissingResult(NamedTuple):
     """A variant that the passing run ``run_id`` measured and that has no result now.
 
-    ``excuse``: why that is no error, or "". ``reason``: why the variant was skipped, or what its
-    attempts were lost to.
+    ``excuse``: why that is not an error, or "". ``reason``: why the variant was skipped, or what
+    its attempts were lost to.
     """
 
     row: Row
@@ -58,13 +58,13 @@ def find_missing(
     """
     tonight = list(tonight)
     places = by_place(tonight)
-    cells = {place[:3] for place in places}
+    cells = {row.cell for row in places.values()}
     passing = [run for run in history if run.passed]
     found = []
     for each in lost_results(tonight, passing, only_present=False):
         place = place_of(each.row)
-        left_out = place not in places and place[:3] in cells
-        reason = excuse_for(*place[:3], runs, left_out)
+        left_out = place not in places and each.row.cell in cells
+        reason = excuse_for(each.row.cell, runs, left_out)
         if not reason or each.run_id == passing[-1].run_id:
             found.append(each._replace(excuse=reason))
     return found
@@ -80,7 +80,8 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
         for row, _, reason, _ in group:
             variant = f"{row.variant} ({line(reason)})" if reason else row.variant
             cells.setdefault(
-                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}", []
+                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}",
+                [],
             ).append(variant)
         listed = [f"{place}: {', '.join(variants)}" for place, variants in cells.items()]
         shown = list_some(listed, SHOWN, "; ")

@@ -74,8 +74,11 @@ class Night:
 
 @dataclass(frozen=True)
 class NightComparison:
-    """What differs from the passing runs before. ``changed``: by case, without what was
-    acknowledged. ``unchanged_since``: the run that stored the same results before, or None."""
+    """The differences from the passing runs before.
+
+    ``changed``: by case, without what was acknowledged. ``unchanged_since``: the run that stored
+    the same results before, or None.
+    """
 
     since: Regressions
     missing: Sequence[MissingResult]
@@ -264,7 +267,7 @@ def _describe(
 
 
 def not_committed() -> list[str]:
-    """Return the uncommitted files of expectations and of the quarantine: nobody reviewed them."""
+    """Return uncommitted files of expectations and the quarantine, which are not reviewed."""
     own, places = project.current(), (project.current().expected, quarantine.file())
     return [file for place in places for file in git.uncommitted_files(own.folder, [place])]
 
@@ -293,8 +296,10 @@ class Bisections:
         self.deadline = time.monotonic() + seconds
 
     def report(self, changed: ChangedCase) -> str | None:
-        """Return the report, or why there is none; None where the stack has no lock, or nothing to
-        bisect changed."""
+        """Return the report, or why there is none.
+
+        None: the stack has no lock, or nothing to bisect changed.
+        """
         good, bad = (
             stored_lock(self.folder, changed.stack, each)
             for each in (changed.passing.run_id, self.run_id)
@@ -336,8 +341,10 @@ class Bisections:
 
 
 def run_bisect(words: list[str], seconds: float) -> tuple[dict[str, Any] | None, str]:
-    """Run `repro bisect --json`; return its result, or None and the reason. Its probes stay
-    stored."""
+    """Run `repro bisect --json`; return its result, or None and the reason.
+
+    Its probes stay stored.
+    """
     command = [sys.executable, "-m", "repro_matrix", *words, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

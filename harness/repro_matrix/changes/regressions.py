@@ -107,7 +107,7 @@ class Regressions:
         """Return results that differ from their reviewed expectation.
 
         Without those that are quarantined or handled: the same in the passing run, or of a change
-        with one of these digests.
+        with such a digest.
         """
         acknowledged = {
             place_of(change.row)
@@ -191,7 +191,7 @@ def _only_flaky(run: NightlyRun, row: Row) -> bool:
 
 
 def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
-    """Return the past of each of these places in the results that count."""
+    """Return the past of each place in the results that count."""
     found: dict[Place, Past] = {}
     for run in history:
         for row in run.rows:
@@ -254,7 +254,7 @@ def compare_to_last_passing(
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with the runs before it that passed: at most ``KEPT`` of them.
+    """Compare a run with the last ``KEPT`` runs before it that passed.
 
     An exit code of 3 passes, too: less was measured than requested.
     """
@@ -289,7 +289,7 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
     upgraded = {(each.case, each.stack) for each in since.changed if DATED & each.versions.keys()}
 
     def better_before(row: Row) -> tuple[str | None, str] | None:
-        place = row.cell_id, row.hardware.profile, row.stack.name, row.variant
+        place = place_of(row)
         now = STATES.get(row.verdict or "")
         if place not in since.references:
             failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"

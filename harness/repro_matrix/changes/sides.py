@@ -1,5 +1,4 @@
-"""Read what one side of a comparison names: a folder of results or a stack of the baseline ->
-rows."""
+"""Read one side of a comparison: folders of results, or a stack of the baseline."""
 
 from __future__ import annotations
 
@@ -32,9 +31,11 @@ def patterns_of(texts: Iterable[str]) -> dict[str, list[str]]:
 
 @dataclass
 class Side:
-    """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could
-    not be read;
-    ``lacking``: cells of which less was measured than requested. ``runs``: the manifests."""
+    """The results of one side.
+
+    ``notes``: remarks on the files. ``unreadable``: the notes about results that could not be read.
+    ``lacking``: cells that were not measured completely. ``runs``: the manifests.
+    """
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -54,8 +55,10 @@ class Side:
         return [(row.case, row.model, row.strategy, *row.cell[1:])[index] for row in self.rows]
 
     def select(self, texts: Sequence[str]) -> Side:
-        """Return the rows that ``NAME=GLOB,...`` choose. Raises ConfigError: no such axis, or no
-        row left."""
+        """Return the rows that ``NAME=GLOB,...`` choose.
+
+        Raises ConfigError: unknown axis, or no row left.
+        """
         left = self
         for name, patterns in patterns_of(texts).items():
             pairs = zip(left.rows, left.values(name))

@@ -1,9 +1,9 @@
-"""May I upgrade? What stored results and expectations say about two stacks. Pure.
+"""Compare what stored results and expectations say about two stacks: may I upgrade? Pure.
 
 A result counts for a stack with the same releases of torch, transformers and what the case
 requires; other packages may differ. Where nothing was measured, an expectation's ranges of releases
-may say it. Only passing or failing counts: another wording, or another error of what failed before,
-is no reason not to upgrade.
+may say it. Only passing or failing counts: another message, or another error of what failed before,
+is not a reason against an upgrade.
 """
 
 from __future__ import annotations
@@ -101,8 +101,11 @@ class Unknown(NamedTuple):
 
 
 class ReleaseBoundary(NamedTuple):
-    """``first``: the first measured release with the failure, ``last``: the last one without it,
-    ``exact``: no release lies between them."""
+    """The releases between which a failure begins.
+
+    ``first``: the first measured release with the failure. ``last``: the last one without it.
+    ``exact``: there is no release between them.
+    """
 
     package: str
     first: str
@@ -116,8 +119,10 @@ class ReleaseBoundary(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What gets worse in a case. ``variants``: those that fail. ``fixes``: variants that pass on
-    the new stack in all these cells."""
+    """A case that gets worse.
+
+    ``variants``: those that fail. ``fixes``: variants that pass on the new stack in all its cells.
+    """
 
     kind: Kind
     case: Case
@@ -148,9 +153,12 @@ class Problem:
 
 @dataclass
 class Upgrade:
-    """``gone``: cases whose failure no longer occurs. ``same``: of the ``compared`` results.
-    ``informed``: those that depend on a package which changes. ``seconds``: to measure what is
-    missing."""
+    """The comparison of two stacks.
+
+    ``gone``: cases whose failure does not occur any more. ``same``: unchanged results.
+    ``informed``: results that depend on a package which changes. ``seconds``: to measure what is
+    missing.
+    """
 
     source: End
     target: End
@@ -164,7 +172,7 @@ class Upgrade:
 
     @property
     def missing(self) -> set[tuple[str, str]]:
-        """The cells to measure: (key, stack)."""
+        """Return the cells to measure: (key, stack)."""
         return {(each.cell.key, end) for each in self.unknown for end in each.ends}
 
     @property
@@ -363,7 +371,7 @@ def _releases(names: Iterable[str], versions: Mapping[str, str]) -> frozenset[tu
 def _within(
     package: str, measured: Iterable[Mapping[str, str]], versions: Mapping[str, str]
 ) -> bool:
-    """Whether a release lies between those that were measured; a pre-release never does."""
+    """Return whether a release is between measured ones; a pre-release never is."""
     ends = sorted(Version(release_of(each[package])) for each in measured if package in each)
     try:
         version = Version(release_of(versions.get(package, "")))
@@ -376,8 +384,7 @@ _BUILD = re.compile(r"cpu|cu\d|rocm|xpu")
 
 
 def release_of(text: str) -> str:
-    """Return a version without what it was built for (+cpu, +cu124); a patched build (+x) keeps its
-    label."""
+    """Return a version without its build (+cpu, +cu124); a patched build (+x) keeps its label."""
     try:
         version = Version(text)
     except InvalidVersion:
@@ -416,8 +423,10 @@ def _problems(
 
 
 def _boundary(case: Case, ends: Sequence[End]) -> ReleaseBoundary | None:
-    """Return where the failure begins between the two stacks, if measured releases of one package
-    alone show it."""
+    """Return where the failure begins between the two stacks.
+
+    None, unless measured releases of only one package show it.
+    """
     found = releases_of(case)
     old, new = (each.versions.get(found.package, "") for each in ends)
     for before, after in pairwise(found.ranges) if old and new else ():

@@ -5,9 +5,8 @@ stack of the baseline (torch2.2-tf4.39, current). If each side has one stack or 
 these differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no
-result differs, but B lacks results of A that its run was asked for, or a file cannot be read; 2
-usage, no results, or no cell in common. Results that only B has are listed and do not change the
-exit code.
+result differs, but B lacks results of A that its run planned, or a file cannot be read; 2 usage, no
+results, or no cell in common. Results that only B has are listed and do not change the exit code.
 --agreement: 0 a GPU agrees with a CPU; 1 they differ; 3 no such pair; 2 as above.
 """
 

@@ -1,16 +1,14 @@
-"""`repro nightly RESULTS...`: compare a nightly run with the last passing one; write an issue for
-each changed case.
+"""`repro nightly RESULTS...`: compare a nightly run with the last passing one.
 
-RESULTS: tonight's result folders (of the pinned stack, of the floating one); of a folder of runs,
-e.g. results/scratch, the last run. Run this as the last step of a job; see docs/guides/nightly.md.
-The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
+RESULTS: tonight's result folders (of the pinned stack, of the floating one, or of all shards); of a
+folder of runs, e.g. results/scratch, the last run. Run this as the last step of a job; see
+docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
 
-For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between
+If the lock of a stack differs from the one of the last passing run, `repro bisect` searches between
 the two locks, for --bisect-time in all; probes are stored, so that the next run continues. Each
-changed case gets a Markdown file in
---issues, with a title line and a last line `change=DIGEST`; `gh issue create` posts it.
---acknowledged: a file with
-such lines of handled changes, e.g. the texts of closed issues; these do not count.
+changed case gets a Markdown file in --issues, with a title line and a last line `change=DIGEST`;
+`gh issue create` posts it. --acknowledged: a file with such lines of handled changes, e.g. the
+texts of closed issues; these changes do not count.
 
 exit codes: 1 a result changed, or is not the expected one, and is neither quarantined nor
 acknowledged, or a quarantine entry has expired; else the exit code of the runs (--run-exit-code);
