@@ -210,7 +210,8 @@ class RunProgress:
         texts = [label(first.verdict or first.outcome).text] if first.attempts else []
         if first.counts["reproduced"] and fixes:
             works = sum(row.verdict == "FIXED" for row in fixes)
-            texts.append(f"{works} of {len(fixes)} documented fixes work{'s' * (len(fixes) == 1)}")
+            verb = "works" if len(fixes) == 1 else "work"
+            texts.append(f"{works} of {len(fixes)} documented fixes {verb}")
         texts += [f"{row.variant}: {row.difference}" for row in different]
         text = "; ".join(texts) or (
             "skipped, as above" if reason in self.reasons else f"skipped: {reason}"

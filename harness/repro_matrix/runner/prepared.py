@@ -77,10 +77,8 @@ class Session:
         hardware = []
         for profile in self.profiles:
             sizes = self.sizes(profile)
-            ranks = (
-                " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))
-                + f" rank{'s' * (sizes != [1])}"
-            )
+            ranks = " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))
+            ranks += " rank" if sizes == [1] else " ranks"
             beside = (
                 " an attempt, several side by side"
                 if sizes and max(sizes) * 2 <= len(profile.gpus)
