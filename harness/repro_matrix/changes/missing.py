@@ -80,7 +80,8 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
         for row, _, reason, _ in group:
             variant = f"{row.variant} ({line(reason)})" if reason else row.variant
             cells.setdefault(
-                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}", []
+                f"{row.cell_id} on {row.hardware.profile}, stack {row.stack.name}",
+                [],
             ).append(variant)
         listed = [f"{place}: {', '.join(variants)}" for place, variants in cells.items()]
         shown = list_some(listed, SHOWN, "; ")

@@ -42,7 +42,7 @@ from repro_matrix.results import runs
     "--format",
     metavar="FORMAT",
     default="html",
-    help="html (default, one self-contained file), text, junit, markdown, json, or one of a plug-in",
+    help="html (default: one self-contained file), text, junit, markdown, json, or a plug-in's",
 )
 @click.option(
     "--output",

@@ -1,5 +1,4 @@
-"""What needs attention: results that differ from their expectation, or from what a CPU showed.
-Pure."""
+"""Find what needs attention: results that differ from their expectation or prediction. Pure."""
 
 from __future__ import annotations
 
@@ -39,9 +38,11 @@ NOTHING = "no package, machine or file"
 
 @dataclass(frozen=True)
 class Attention:
-    """Variants that differ for the same reason, in one cell or in several. ``change``: since the
-    last passing run, where there is one; it names the packages that changed and the fixes that
-    still work."""
+    """Variants that differ for the same reason, in one cell or in several.
+
+    ``change``: since the last passing run, where there is one; it names the packages that changed
+    and the fixes that still work.
+    """
 
     kind: Kind
     rows: tuple[Row, ...]
@@ -53,7 +54,7 @@ class Attention:
 
     @property
     def urgent(self) -> bool:
-        """Whether you must act: what differs from a prediction is news only."""
+        """Return whether you must act: a difference from a prediction is only news."""
         return self.kind not in DIFFERS_FROM_PREDICTION
 
     @property
@@ -91,8 +92,7 @@ class Attention:
 
     @property
     def search(self) -> tuple[str, ...]:
-        """The arguments that find the release, where packages changed since the last passing
-        run."""
+        """The arguments that find the release, if packages changed since the last passing run."""
         versions = self.change.versions if self.change else {}
         before = [
             f"+{name}@{versions[name][0].partition('+')[0]}"
@@ -108,8 +108,10 @@ class Attention:
 
 
 def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
-    """Return what differs, the most urgent first. ``since``: the comparison with the last passing
-    runs."""
+    """Return what differs, the most urgent first.
+
+    ``since``: the comparison with the last passing runs.
+    """
     changed = {
         place: each
         for each in reversed(since.changed)

@@ -1,4 +1,4 @@
-"""What one case shows on the newest stack that was measured. Pure."""
+"""Summarize one case on the newest stack that was measured. Pure."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ GONE = "no longer reproduces"
 
 @dataclass(frozen=True)
 class CaseStatus:
-    """``fixes``: documented ones that work in every cell in which the failure reproduces;
-    ``failing``: the other documented ones, also those that fail on an older stack where nothing is
-    expected; ``unmeasured``: those without a result, though the failure reproduces, or without a
-    result of the failure."""
+    """The state of a case, and its documented fixes.
+
+    ``fixes``: those that work in every cell in which the failure reproduces. ``failing``: the
+    others, also those that fail on an older stack without an expectation. ``unmeasured``: those
+    without a result, or without a result of the failure.
+    """
 
     case: str
     title: str
@@ -96,8 +98,10 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
 
 
 def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tuple[CaseState, str]:
-    """Return the state of a case and the details. ``first``: the unfixed or control variants that
-    were launched."""
+    """Return the state of a case and the details.
+
+    ``first``: the unfixed or control variants that were launched.
+    """
     if not first:
         return "not_measured", next((row.reason for row in rows if row.reason), "")
     if first[0].kind == "control":

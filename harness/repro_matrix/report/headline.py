@@ -48,9 +48,11 @@ _FIRST = re.compile(
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence of the answer. ``target``: where the page lists what it counts, the case that it
-    is about, or "".
-    ``urgent``: you must act."""
+    """A sentence of the answer.
+
+    ``target``: where the page lists what it counts, the case that it is about, or "". ``urgent``:
+    you must act.
+    """
 
     text: str
     target: str = "matrix"
@@ -62,8 +64,7 @@ class Headline(ResultCounts):
 
     @cached_property
     def differences(self) -> list[str]:
-        """What differs from its expectation, the most urgent first: ``1 documented fix stopped
-        working: slug/fix``."""
+        """List the differences from expectations, the most urgent first."""
         names: Mapping[Kind, tuple[str, str]] = {
             "stopped_working": ("documented fix", f"stopped working: {list_some(self.stopped)}"),
             "came_back": ("known failure", "came back"),
@@ -75,7 +76,7 @@ class Headline(ResultCounts):
 
     @cached_property
     def unconfirmed(self) -> list[str]:
-        """What no expectation confirms: ``1 result different from the CPU``."""
+        """List what no expectation confirms: ``1 result different from the CPU``."""
         fixes = {(each.case, name) for each in self.cases for name in each.fixes}
         works = sum((row.case, row.variant) in fixes for row in self.flaky)
         stacks = dict.fromkeys(row.stack.name for row in self.flaky)
@@ -108,7 +109,7 @@ class Headline(ResultCounts):
 
     @property
     def measured(self) -> str:
-        """What was measured, and on what: packages, devices, ranks, commit, date and duration."""
+        """Name packages, devices, ranks, commit, date and duration of the measurements."""
         rows = [row for row in self.rows if row.attempts]
         if not rows:
             return ""
@@ -141,7 +142,7 @@ class Headline(ResultCounts):
 
     @cached_property
     def answers(self) -> Mapping[str, Sequence[Fact]]:
-        """What a reader asks, and the answer. Every format has these words."""
+        """The questions of a reader and the answers, in the words of every format."""
         skipped = [Fact(f"{self.not_measured}.", "skipped")] if self.skipped else []
         if not any(row.attempts for row in self.rows):
             return {
@@ -207,8 +208,7 @@ class Headline(ResultCounts):
 
     @property
     def as_nearest(self) -> str:
-        """Say that most results are compared with the nearest measured releases, and which cases
-        differ from them."""
+        """Say that the nearest measured releases are the comparison, and which cases differ."""
         if 2 * len(self.near) <= sum(row.state not in (None, *NOTHING_STORED) for row in self.rows):
             return ""
         differ = list(
@@ -228,8 +228,7 @@ class Headline(ResultCounts):
             yield Fact(f"{number} of the {self.count('reproduces')} that reproduce.", "reproduces")
 
     def _other_failures(self) -> Iterator[Fact]:
-        """Yield the failures that do not reproduce, by their state, and those that no device takes
-        part in."""
+        """Yield the failures that do not reproduce, by their state."""
         gone = sum(each.detail == GONE for each in self.cases)
         for state in ("fixed", "absent", "other_failure", "unclear"):
             if number := self.count(state):
@@ -267,8 +266,7 @@ class Headline(ResultCounts):
             yield Fact(f"{none}{count} stopped working.")
 
     def _all_fixes(self) -> Iterator[Fact]:
-        """Yield how many work, the names of the others by what they show, and how many were not
-        measured."""
+        """Yield how many work, the names of the others, and how many were not measured."""
         works, measured = self.fixes
         if measured:
             counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
@@ -302,9 +300,10 @@ class Headline(ResultCounts):
             yield Fact(f"{self.unmeasured_fixes} {more}not measured.")
 
     def _what_to_do(self) -> Iterator[Fact]:
-        """Yield what to write for the fix of one failure; where nothing below has the command, also
-        the one that tells the same of every other. Where only the catalog's own files changed, they
-        come first."""
+        """Yield the fix of one failure, or the catalog's own files if only these changed.
+
+        If no line below has the command, add the one that shows the same for other cases.
+        """
         suspects = (
             each.change.suspect for each in self.attention if each.change and each.change.suspect
         )
@@ -418,8 +417,7 @@ class Headline(ResultCounts):
 
 
 def _times(rows: Iterable[Row]) -> tuple[float, float, float]:
-    """Return the start and the end, and the seconds in which a cell was measured: of several runs,
-    without the time between them."""
+    """Return start, end, and the seconds of measuring without the time between several runs."""
     times = sorted((row.started, row.ended or row.started) for row in rows)
     ended = seconds = 0.0
     for start, end in times:
@@ -445,8 +443,10 @@ def headline(
     since: Regressions | None = None,
     no_previous: str = "",
 ) -> Headline:
-    """Return what these rows show. ``since``: the comparison with the last passing runs;
-    ``no_previous``: what to say where there is none, of other results than a run's."""
+    """Return what these rows show.
+
+    ``since``: the comparison with the last passing runs. ``no_previous``: why there is none.
+    """
     since, by_case = since or Regressions(), defaultdict[str, list[Row]](list)
     for row in rows:
         by_case[row.case].append(row)

@@ -39,7 +39,7 @@ PUBLISHED = "published results"
 
 @dataclass(frozen=True)
 class Remarks:
-    """What a report must mention beside its rows.
+    """Remarks that a report must show beside its rows.
 
     ``damaged``: evidence that cannot be read. ``incomplete``: interrupted runs, and cases that
     cannot be graded. ``expired``: entries of the quarantine whose date has passed.

@@ -41,8 +41,10 @@ _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class CellView:
-    """The variants of one cell on one stack and machine. ``source``: which of several results it
-    comes from."""
+    """The variants of one cell on one stack and machine.
+
+    ``source``: which of several results it comes from.
+    """
 
     rows: tuple[Row, ...]
     source: str = ""
@@ -54,7 +56,7 @@ class CellView:
 
     @cached_property
     def flags(self) -> str:
-        """What differs from the usual cell of its model and strategy."""
+        """Describe how it differs from the usual cell of its model and strategy."""
         return " ".join(self.row.axes[2:]).replace("flags.", "")
 
     @cached_property
@@ -75,9 +77,11 @@ class CellView:
 
 @dataclass(frozen=True)
 class VariantView:
-    """One variant over all cells. ``changes``: setting, before and after. ``results``: a label, and
-    the number and the places of the cells that have it; where the failure does not reproduce,
-    nothing can help."""
+    """One variant over all cells.
+
+    ``changes``: setting, before and after. ``results``: a label, and the number and the places of
+    the cells that have it; where the failure does not reproduce, nothing can help.
+    """
 
     name: str
     help: str
@@ -97,8 +101,11 @@ class FailureView:
 
 @dataclass(frozen=True)
 class CaseView:
-    """``state``: that of the status, or "attention". ``symbols``: strategy -> state on the newest
-    stack. ``places``: what tells a cell from the others. ``past``: (id, state) of earlier runs."""
+    """One case on the page.
+
+    ``state``: that of the status, or "attention". ``symbols``: strategy -> state on the newest
+    stack. ``places``: what tells a cell from the others. ``past``: (id, state) of earlier runs.
+    """
 
     status: CaseStatus
     summary: str
@@ -148,7 +155,7 @@ class Page:
 
     @cached_property
     def runs(self) -> bool:
-        """Whether earlier runs are shown."""
+        """Return whether earlier runs are shown."""
         return any(case.past for case in self.cases)
 
     @cached_property
@@ -161,8 +168,7 @@ class Page:
 
 
 def row_label(row: Row) -> Label:
-    """Return the label of a row: of its verdict, else of the outcome of its attempts, e.g. a
-    hang."""
+    """Return the label of a row: of its verdict, else of the outcome of its attempts."""
     if not row.attempts:
         return LABELS["skipped"]
     if row.verdict and row.verdict != "INCONCLUSIVE":
@@ -192,8 +198,10 @@ def build_page(
     runs: Sequence[NightlyRun] = (),
     beside: bool = False,
 ) -> Page:
-    """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one,
-    the oldest first."""
+    """Build the page of these cells.
+
+    ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest first.
+    """
     by_case: dict[str, list[CellView]] = defaultdict(list)
     for cell in cells:
         by_case[cell.row.case].append(cell)
@@ -213,8 +221,11 @@ def case_view(
     runs: Sequence[NightlyRun] = (),
     attention: Sequence[Attention] = (),
 ) -> CaseView:
-    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the
-    catalog. ``claims`` and ``attention``: of any case."""
+    """Return what is shown of one case.
+
+    ``cells``: at least one. ``case``: None if it is not in the catalog. ``claims`` and
+    ``attention``: of any case.
+    """
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
     ordered = sorted(ordered, key=lambda cell: age(cell.row), reverse=True)
     varying = [len(set(values)) > 1 for values in zip(*(cell.place for cell in cells))]
@@ -256,8 +267,11 @@ def case_view(
 
 
 def _symbols(cells: Sequence[CellView], case: Case | None) -> dict[str, str]:
-    """Return strategy -> state on the newest stack: of its cells, else of the variants that another
-    strategy's cells run under it. ``cells``: the newest first."""
+    """Return strategy -> state on the newest stack.
+
+    The state is that of its cells, else of the variants that another strategy's cells run under it.
+    ``cells``: the newest first.
+    """
     newest = [cell for cell in cells if age(cell.row) == age(cells[0].row)]
     rows: dict[str, list[Row]] = defaultdict(list)
     for cell in newest:

@@ -37,8 +37,7 @@ QUIET_S = 30.0  # without a terminal: after so long without a line, print what r
 
 
 def show_plan(prepared: Session, as_json: bool) -> int:
-    """Print what would be launched; return the exit code, which is not 0 where a run's could not be
-    0."""
+    """Print what would be launched; return the exit code that a run could not improve."""
     variants = [variant for plan in prepared.plans for variant in plan.variants]
     items = [_item(prepared, variant) for variant in variants]
     short = [*prepared.shortfall(), *prepared.too_few_free()]
@@ -75,8 +74,11 @@ def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:
 
 
 def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield a line for each case that would be launched, then what would not, by reason. ``items``:
-    case, cell, model, strategy, attempts and skipped (the reason, or None) of each variant."""
+    """Yield a line for each case that would be launched, then the reasons of the others.
+
+    ``items``: case, cell, model, strategy, attempts and skipped (the reason, or None) of each
+    variant.
+    """
     launched: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for item in items:
         if not item["skipped"]:
@@ -104,8 +106,10 @@ def _size(variants: Sequence[Mapping[str, Any]]) -> str:
 
 
 def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield the reasons of skipped variants, each with its number and its cases. ``items`` as for
-    ``plan_lines``."""
+    """Yield the reasons of skipped variants, each with its number and its cases.
+
+    ``items`` as for ``plan_lines``.
+    """
     skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
     if skipped:
         yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
@@ -116,8 +120,10 @@ def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[st
 
 
 class RunProgress:
-    """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what
-    runs."""
+    """Use as a context manager; pass ``event`` to the engine.
+
+    ``bar``: the whole run, then what runs.
+    """
 
     def __init__(self, verbose: bool = False, cases: Mapping[str, Case] | None = None) -> None:
         import rich.progress
@@ -204,7 +210,8 @@ class RunProgress:
         texts = [label(first.verdict or first.outcome).text] if first.attempts else []
         if first.counts["reproduced"] and fixes:
             works = sum(row.verdict == "FIXED" for row in fixes)
-            texts.append(f"{works} of {len(fixes)} documented fixes work{'s' * (len(fixes) == 1)}")
+            verb = "works" if len(fixes) == 1 else "work"
+            texts.append(f"{works} of {len(fixes)} documented fixes {verb}")
         texts += [f"{row.variant}: {row.difference}" for row in different]
         text = "; ".join(texts) or (
             "skipped, as above" if reason in self.reasons else f"skipped: {reason}"
@@ -270,8 +277,10 @@ def summary_lines(
     every_variant: bool,
     width: int,
 ) -> Iterator[str]:
-    """Yield the lines of a run. ``expired``: messages about quarantine entries whose date has
-    passed."""
+    """Yield the lines of a run.
+
+    ``expired``: messages about quarantine entries whose date has passed.
+    """
     if every_variant:
         print_rows(head.rows)
         yield ""
@@ -323,8 +332,10 @@ def summary_lines(
 def exit_line(
     code: int, head: Headline, summary: RunTotals, not_committed: Sequence[str] = ()
 ) -> str:
-    """Return the last line: the exit code and its reason. ``not_committed``: files of
-    expectations."""
+    """Return the last line: the exit code and its reason.
+
+    ``not_committed``: files of expectations.
+    """
     left = len(summary.not_started)
     reasons = {
         0: head.agreement,

@@ -1,1 +1,1 @@
-"""What was measured, as it is stored, published, and counted."""
+"""Store, publish and count what was measured."""

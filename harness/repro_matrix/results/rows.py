@@ -1,5 +1,4 @@
-"""A row: one variant of a cell, with everything that reports and comparisons show, computed from a
-graded document."""
+"""Compute rows from graded documents: one variant of a cell, as reports and comparisons use it."""
 
 from __future__ import annotations
 
@@ -404,8 +403,7 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
 
 
 def with_catalog(row: Row, cases: Mapping[str, Case]) -> Row:
-    """Return the row with what the catalog says of its variant, and how its verdict compares with
-    what is expected."""
+    """Add what the catalog says of the variant, and compare the verdict with the expectation."""
     case = cases.get(row.case)
     variant = case.variants.get(row.variant) if case else None
     role = variant.role if variant else "unfixed" if row.first else "probe"
@@ -529,8 +527,7 @@ def _stacks(ranks: Sequence[RankRecord]) -> dict[str, list[str]]:
 
 
 def error_at(attempts: Iterable[Made]) -> str | None:
-    """Return ``file:line`` of the innermost frame of the failure that came first, in the first
-    attempt that has one."""
+    """Return ``file:line`` of the innermost frame of the first failure, if an attempt has one."""
     for attempt in attempts:
         primary = attempt["outcome"]["primary"]
         for rank in attempt["observation"]["ranks"] if primary else ():

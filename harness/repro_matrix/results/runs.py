@@ -1,5 +1,4 @@
-"""Folders of results: one for each run of the matrix below ``results/scratch``, and those of
-searches.
+"""Manage folders of results: one for each run below ``results/scratch``, one for searches.
 
 ``latest`` points at the last run; a folder of runs stands for it (``of``). When a run begins, all
 but the last ``KEPT``
@@ -49,11 +48,13 @@ LOOK_BACK = 5  # runs whose results count as the history of a cell
 
 @dataclass(frozen=True)
 class Run:
-    """``texts``: the command line's overrides. ``left``: cells that its time limit left out,
-    "hardware stack key"; None where that is unknown. ``planned``: all its cells. ``stacks``: all
-    packages of each stack.
-    ``project``: the folder of the checkout or project that measured it. ``written``: when its
-    manifest was written last: at its end. ``exit_code``: None where it did not get that far."""
+    """One run of the matrix, by its manifest.
+
+    ``texts``: the command line's overrides. ``left``: cells that its time limit left out, "hardware
+    stack key"; None if that is unknown. ``planned``: all its cells. ``stacks``: all packages of
+    each stack. ``project``: the folder of the checkout or project that measured it. ``written``:
+    when its manifest was last written. ``exit_code``: None if it did not end.
+    """
 
     folder: Path
     texts: tuple[str, ...]
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it did not get to its end and no process continues it."""
+        """Return whether it did not get to its end and no process continues it."""
         return self.state != ENDED and not in_use(self.folder)
 
 
@@ -77,8 +78,7 @@ def scratch() -> Path:
 
 
 def results_folder(settings: RunSettings) -> Path:
-    """Return where results are written: ``results=``, which a run of the matrix sets to its own
-    folder, else the folder of searches."""
+    """Return the folder that results are written to: ``results=``, else that of searches."""
     return Path(settings.results).expanduser() if settings.results else scratch() / SEARCHES
 
 
@@ -99,8 +99,7 @@ def named_folders(text: str) -> list[Path]:
 
 
 def check_latest(root: Path) -> None:
-    """Raise ResultsError where ``latest`` points at a run whose manifest is damaged: an older run
-    would be used."""
+    """Raise ResultsError if ``latest`` points at a run whose manifest is damaged."""
     manifest = (root / LATEST).resolve() / MANIFEST
     if manifest.exists() and read_run(manifest.parent) is None:
         raise ResultsError(f"{manifest}: damaged. Name the folder of a run, or remove that folder.")
@@ -114,8 +113,10 @@ def list_runs(root: Path) -> list[Run]:
 
 
 def runs_before(folder: Path) -> list[Run]:
-    """Return the runs beside a run that ended before it and that the same checkout or project
-    measured, the oldest first: a folder that ``results=`` names may lie among those of others."""
+    """Return the runs beside a run that ended before it, the oldest first.
+
+    Only runs of the same checkout or project count: ``results=`` may name a folder that others use.
+    """
     own = read_run(folder)
     beside = list_runs(folder.resolve().parent) if own else []
     return [
@@ -143,8 +144,10 @@ def read_run(folder: Path) -> Run | None:
 
 
 def create_run(root: Path, texts: Sequence[str]) -> Path:
-    """Create a new run's folder, let ``latest`` point at it and remove the oldest runs. Raises
-    ResultsError."""
+    """Create a run's folder, let ``latest`` point at it and remove the oldest runs.
+
+    Raises ResultsError.
+    """
     name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -160,8 +163,7 @@ def create_run(root: Path, texts: Sequence[str]) -> Path:
 
 
 def store_exit_code(folder: Path, code: int) -> None:
-    """Add the exit code to a run's manifest: whether it passed decides what later runs are compared
-    with."""
+    """Add the exit code to a run's manifest: later runs are compared with passing ones."""
     with contextlib.suppress(OSError, ValueError):
         path = folder / MANIFEST
         write_text(
@@ -177,10 +179,11 @@ def note(
     stacks: Mapping[str, Mapping[str, str]] | None = None,
     planned: Sequence[str] = (),
 ) -> None:
-    """Write the manifest: what was requested, and whether all of it was measured. ``left``,
-    ``stacks``: see ``Run``.
-    ``planned``: cells as in ``left``; a reader names those without a result
-    (``summary.load_rows``)."""
+    """Write the manifest: what was requested, and whether all of it was measured.
+
+    ``left``, ``stacks``: see ``Run``. ``planned``: cells as in ``left``; a reader reports those
+    without a result (``summary.load_rows``).
+    """
     data = {
         "schema": 1,
         "texts": list(texts),
@@ -194,8 +197,10 @@ def note(
 
 
 def point(folder: Path) -> None:
-    """Let ``latest`` point at a run. Where links cannot be created, the last name is the last
-    run."""
+    """Let ``latest`` point at a run.
+
+    Where links cannot be created, the last name is the last run.
+    """
     link = folder.parent / f".{LATEST}-{os.getpid()}"
     with contextlib.suppress(OSError):
         link.unlink(missing_ok=True)
@@ -221,7 +226,7 @@ def prune_runs(root: Path, kept: int = KEPT) -> None:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process writes results there (``Store.open``)."""
+    """Return whether a process writes results there (``Store.open``)."""
     if not (folder / LOCK).exists():
         return False
     try:
@@ -254,9 +259,11 @@ def measured_rows(
 def rows_of_stacks(
     stacks: Sequence[Mapping[str, str]], folder: Path, notes: list[str]
 ) -> list[Row]:
-    """Return the stored rows, published and of all runs and searches, of stacks with one of these
-    sets of versions of torch and transformers. ``folder``: another one to read. ``notes`` gets what
-    cannot be read."""
+    """Return the stored rows of stacks with these versions of torch and transformers.
+
+    They are the published ones and those of all runs and searches. ``folder``: another one to read.
+    ``notes`` gets what cannot be read.
+    """
     pins = ("torch", "transformers")
     wanted = [
         [f'"{n}":"{each[n].partition("+")[0]}'.encode() for n in pins if n in each]
@@ -276,8 +283,11 @@ def rows_of_stacks(
 
 
 def rows_of_cases(slugs: Collection[str]) -> list[Row]:
-    """Return the stored rows of these cases and of all controls, with the grading that they were
-    stored with: of the last run, of searches and the published ones. Other rows are not parsed."""
+    """Return the stored rows of these cases and of all controls.
+
+    They are those of the last run, of searches and the published ones, as they were graded. Other
+    rows are not parsed.
+    """
     wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
     folders = last_run(scratch()), scratch() / SEARCHES, *project.published()
     return _rows(folders, lambda line: any(each in line[:HEAD] for each in wanted), [])
@@ -298,8 +308,10 @@ def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool], notes: list[
 def current_rows(
     folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
 ) -> list[Row]:
-    """Return the rows of a run; they are computed from its evidence where its summary is edited, or
-    is not of this evidence. ``notes`` gets what cannot be read. ``wanted``: of which lines."""
+    """Return the rows of a run, from its evidence if its summary is edited or outdated.
+
+    ``notes`` gets what cannot be read. ``wanted``: of which lines.
+    """
     edited: list[str] = []
     cells = stored_rows(folder, edited, wanted)
     if not edited and _is_of_its_evidence(folder):
@@ -312,8 +324,10 @@ def current_rows(
 
 
 def _is_of_its_evidence(folder: Path) -> bool:
-    """Whether the summary of a run lists each file of evidence as it is, and no other. A reader of
-    a run that had not ended may have written it, so times do not tell."""
+    """Return whether the summary of a run lists each file of evidence as it is, and no other.
+
+    A reader of a run that had not ended may have written it, so times do not tell.
+    """
     states, path = evidence_states(folder), folder / SUMMARY
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     named = (

@@ -1,5 +1,4 @@
-"""Results on disk: one JSON document for each cell, and the published ones in compressed files of
-JSON lines.
+"""Store results: a JSON document for each cell, compressed JSON lines for the baseline.
 
 A run writes ``<root>/<hardware>/<stack>/<case>/<cell>.json``. Files are replaced in one step, and
 nothing that was recorded is lost. The baseline has ``<root>/<hardware>/<stack>.jsonl.zst``: a
@@ -40,8 +39,7 @@ LOCK = ".lock"  # held while a run writes to a folder
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
-    """Return the name of a stack's folder: the versions that people look for, and a key for the
-    rest."""
+    """Return the name of a stack's folder: the main versions, and a key for the rest."""
     parts = [
         f"{short}{versions[name]}"
         for name, short in (("torch", "torch"), ("transformers", "tf"))
@@ -59,8 +57,10 @@ class Store:
         self._lock = FileLock(root / LOCK, timeout=0)
 
     def open(self) -> None:
-        """Lock the folder for writing. Raises ResultsError: it is not writable, or another run
-        writes to it."""
+        """Lock the folder for writing.
+
+        Raises ResultsError: it is not writable, or another run writes to it.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
@@ -80,8 +80,10 @@ class Store:
         return self.root / hardware / label / f"{cell_key}.json"
 
     def save(self, path: Path, document: Document) -> None:
-        """Replace a cell's document in one step; an older one with attempts of another run goes to
-        history/ first."""
+        """Replace a cell's document in one step.
+
+        An older one with attempts of another run goes to history/ first.
+        """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             started = document["provenance"]["started"]
@@ -100,8 +102,11 @@ class Store:
             write_text(kept, path.read_text(encoding="utf-8"))  # nothing else has these attempts
 
     def read(self, path: Path, replacing: bool = False) -> Document | None:
-        """Return a document, or None. What cannot be read is named in ``damaged`` and never
-        deleted; ``replacing``: it is renamed, because a new document takes its place."""
+        """Return a document, or None.
+
+        What cannot be read is named in ``damaged`` and never deleted; ``replacing``: it is renamed,
+        because a new document takes its place.
+        """
         try:
             return document_at(str(path))
         except FileNotFoundError:
@@ -116,8 +121,10 @@ class Store:
             return None
 
     def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
-        """Yield the documents of these cases (none named: of all) in a fixed order; ``history``:
-        older ones too."""
+        """Yield the documents of these cases (none: of all) in a fixed order.
+
+        ``history``: older ones too.
+        """
         try:
             every = (
                 list(documents_in_order(self.root, history, cases)) if self.root.is_dir() else []
@@ -132,16 +139,21 @@ class Store:
 
 
 class Stored(NamedTuple):
-    """``path``: with ":line" in a file of several. ``case``: by its folder or its line's key; "" of
-    a damaged file."""
+    """A stored document.
+
+    ``path``: with ":line" in a file of several. ``case``: by its folder or its line's key; "" of a
+    damaged file.
+    """
 
     path: str
     case: str
 
 
 def files(root: Path, history: bool = False) -> Iterator[str]:
-    """Yield the files of evidence in a folder, in a fixed order. ``history``: older ones too.
-    Raises OSError."""
+    """Yield the files of evidence in a folder, in a fixed order.
+
+    ``history``: older ones too. Raises OSError.
+    """
     for folder, names, found in os.walk(root, onerror=_raise):
         names[:] = sorted(
             name for name in names if not name.startswith(".") and (history or name != "history")
@@ -154,8 +166,10 @@ def files(root: Path, history: bool = False) -> Iterator[str]:
 def documents_in_order(
     root: Path, history: bool = False, cases: Collection[str] = ()
 ) -> Iterator[Stored]:
-    """Yield the documents of a folder in the order of ``files``. ``cases``: only of these, and each
-    damaged file, because its reader names it."""
+    """Yield the documents of a folder in the order of ``files``.
+
+    ``cases``: only of these, and each damaged file, because its reader names it.
+    """
     for file in files(root, history):
         yield from (
             found for found in documents_in(file) if not cases or found.case in ("", *cases)
@@ -179,8 +193,10 @@ def _raise(error: OSError) -> None:
 
 
 def document_at(path: str) -> Document:
-    """Read the document of this path, or of this line of a file. Raises ValueError as
-    ``document_of``, and OSError."""
+    """Read the document of this path, or of this line of a file.
+
+    Raises ValueError as ``document_of``, and OSError.
+    """
     at = DocumentPath.parse(path)
     if not at.file.endswith(LINES):
         return document_of(Path(path).read_text(encoding="utf-8"))
@@ -220,8 +236,10 @@ _KEY = re.compile(rb'\{"cell_id": ?"([^"\\]+)"')
 
 
 def read_lines(path: str) -> tuple[bytes, ...]:
-    """Return a file's lines, without the empty end. Raises OSError, and ValueError for one that is
-    truncated or damaged."""
+    """Return a file's lines, without the empty end.
+
+    Raises OSError, and ValueError for one that is truncated or damaged.
+    """
     info = os.stat(path)
     return _read_lines(path, info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino)
 
@@ -246,8 +264,7 @@ def line_key(line: bytes) -> str:
 
 
 def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterable[str]) -> None:
-    """Add, replace and remove documents by their place ``hardware/stack/case/cell``; other lines
-    stay as they are.
+    """Add, replace and remove documents by their place ``hardware/stack/case/cell``.
 
     Each file is replaced in one step. Raises ResultsError: a file that cannot be read, or another
     `accept` writes.
@@ -305,9 +322,11 @@ _LOCAL = (
 
 
 def portable(document: Mapping[str, Any]) -> Any:
-    """Return the document without the paths of this machine: the checkout, the cache and the home
-    folder get names that are the same everywhere, and the search path of a torchrun line is
-    removed."""
+    """Return the document without the paths of this machine.
+
+    The checkout, the cache and the home folder get names that are the same everywhere, and the
+    search path of a torchrun line is removed.
+    """
     text = json.dumps(document)
     mine = project.current().folder
     for measured_from in {*_CHECKOUT.findall(text)} - {
@@ -348,8 +367,10 @@ def provenance(seed: int) -> dict[str, Any]:
 
 
 def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:
-    """Return case -> hash of what its ranks execute: script, kit and remote-code models. Raises
-    OSError."""
+    """Return case -> hash of what its ranks execute: script, kit and remote-code models.
+
+    Raises OSError.
+    """
     shared = hashlib.sha256()
     for path in sorted(each for folder in shared_code(catalogue) for each in folder.rglob("*.py")):
         shared.update(path.read_bytes())

@@ -107,15 +107,13 @@ def load_rows(
 
 
 def missing_cells(folder: Path, rows: Iterable[Row], notes: list[str]) -> list[str]:
-    """Return the cells that a run measured, by its manifest, and that have no row: hardware, stack
-    and id."""
+    """Return the cells (hardware, stack, id) that a run measured and that have no row."""
     known = {" ".join(row.cell[::-1]) for row in rows}
     return [name for name in _measured(folder, notes) if name not in known]
 
 
 def _measured(folder: Path, notes: list[str]) -> list[str]:
-    """Return what a run that has ended measured, by its manifest: hardware, stack and id of each
-    cell."""
+    """Return the cells (hardware, stack, id) that a run that has ended measured."""
     path = folder / MANIFEST
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -131,8 +129,11 @@ def _measured(folder: Path, notes: list[str]) -> list[str]:
 def stored_rows(
     folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
 ) -> dict[str, list[Row]]:
-    """Read evidence -> rows as they are stored, fresh or not. The last rows of a cell win; lines
-    that cannot be read count as missing, and so do edited ones. ``wanted``: of which lines."""
+    """Read evidence -> rows as they are stored, fresh or not.
+
+    The last rows of a cell win; lines that cannot be read count as missing, and so do edited ones.
+    ``wanted``: of which lines.
+    """
     found: dict[str, list[Row]] = {}
     for path in (folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))):
         try:
@@ -198,9 +199,11 @@ def write_baseline_summaries(root: Path, cases: Mapping[str, Case]) -> None:
 def append_cell(
     folder: Path, document: Document, cases: Mapping[str, Case], keys: Mapping[str, str]
 ) -> None:
-    """Add the rows of a graded document that was just stored at its ``path``. A row that is missing
-    or cut off is computed by the next reader, so a folder that cannot be written is no error.
-    ``keys``: of ``grading_keys``."""
+    """Add the rows of a graded document that was just stored at its ``path``.
+
+    A row that is missing or cut off is computed by the next reader, so a folder that cannot be
+    written is no error. ``keys``: of ``grading_keys``.
+    """
     with suppress(OSError):
         state, key = evidence_state(Path(document["path"])), keys.get(document["case"], "")
         rows = rows_of(document, cases, os.path.relpath(document["path"], folder), state, key)
@@ -214,14 +217,19 @@ def evidence_state(file: Path) -> str:
 
 
 def evidence_states(folder: Path) -> dict[str, str]:
-    """Return file of evidence -> its state. Take them before the documents are read: then what a
-    run adds meanwhile is graded by the next reader."""
+    """Return file of evidence -> its state.
+
+    Take them before the documents are read: then what a run adds meanwhile is graded by the next
+    reader.
+    """
     return {os.path.relpath(file, folder): evidence_state(Path(file)) for file in files(folder)}
 
 
 def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
-    """Return case -> hash of the grader, of the case's definition, and of all signatures: failures
-    of other cases are recognized, too."""
+    """Return case -> hash of the grader, of the case's definition and of all signatures.
+
+    Failures of other cases are recognized, too.
+    """
     signatures = "".join(
         each.model_dump_json() for slug in sorted(cases) for each in cases[slug].signatures
     )
@@ -257,8 +265,11 @@ def _hash(content: bytes) -> str:
 def grade_documents(
     folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]
 ) -> dict[str, Document]:
-    """Grade documents from their evidence. What else is stored of their cases, here and in the
-    baseline, tells a failure that was fixed upstream from one that was never reproduced."""
+    """Grade documents from their evidence.
+
+    What else is stored of their cases, here and in the baseline, tells a failure that was fixed
+    upstream from one that was never reproduced.
+    """
     documents = {path: {**document, "path": path} for path, document in documents.items()}
     slugs = {document["case"] for document in documents.values()}
     known = {str(folder.resolve() / path) for path in documents}

@@ -1,2 +1,1 @@
-"""One run: what is wanted, in which order, side by side, on leased devices, shown while it goes
-on."""
+"""Execute a run: plan its attempts, lease GPUs, launch attempts in parallel, report progress."""

@@ -42,8 +42,7 @@ REFERENCES = (  # in a run's folder: what its attempts leave each other; removed
 
 @dataclass
 class Workplace:
-    """What consecutive runs share: one launcher with its fork servers, one set of GPU locks, one
-    folder of attempts."""
+    """The launcher, the GPU locks and the folder of attempts that consecutive runs share."""
 
     launcher: Launcher
     locks: GpuLocks
@@ -63,8 +62,9 @@ def run_attempt(
     gpus: Sequence[str],
     stop: threading.Event,
 ) -> tuple[Observation, dict[str, GpuProblem]]:
-    """Launch once on locked ``gpus`` and release them. An exception of the harness becomes an
-    infra_error. Thread-safe.
+    """Launch once on locked ``gpus`` and release them.
+
+    An exception of the harness becomes an infra_error. Thread-safe.
 
     Return which of the GPUs cannot be used any more, too.
     """
@@ -110,7 +110,9 @@ def recipe(
     gpus: Sequence[str] = (),
 ) -> Attempt:
     """Return how a variant is launched, by a run or by the command that `repro show` prints.
-    ``stack``: None where it is not built here."""
+
+    ``stack``: None where it is not built here.
+    """
     case = catalogue.cases[plan.cell.case]
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
@@ -181,8 +183,7 @@ LONGER = 3.0  # factor for the deadline of an attempt that was too slow
 
 
 def infra_error(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
-    """Return the observation of an attempt that could not be launched, for a reason outside of what
-    is measured."""
+    """Return the observation of an attempt that could not be launched."""
     now = time.time()
     return {
         "schema": 1,
@@ -219,8 +220,11 @@ def with_infra_error(observation: Observation, kind: InfraErrorKind, message: st
 
 
 def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuProblem]:
-    """Return the GPUs that failed according to a rank's own error: NVML does not report it in every
-    container. The error of a rank with several GPUs does not tell which one failed."""
+    """Return the GPUs that failed according to a rank's own error.
+
+    NVML does not report it in every container. The error of a rank with several GPUs does not tell
+    which one failed.
+    """
     if len(gpus) not in (1, observation["attempt"]["world_size"]):
         return {}
     found = {}
@@ -271,8 +275,10 @@ def resolve_repeated_error(observation: Observation) -> Observation:
 
 
 def unconfirmed_pass(observation: Observation) -> Observation:
-    """Return a pass with blocking launches after an asynchronous error as no evidence: such
-    launches hide races."""
+    """Return a pass with blocking launches after an asynchronous error as no evidence.
+
+    Such launches hide races.
+    """
     before = observation["attempt"].get("retry_of")
     if not isinstance(before, dict) or before["kind"] != EITHER:
         return observation

@@ -104,8 +104,9 @@ def _new_variant(plan: VariantPlan) -> VariantRecord:
 def take_over(
     document: Document, older: Document, plan: CellPlan, cases: Mapping[str, Case]
 ) -> None:
-    """Resume: keep the attempts that were measured on this machine under the fingerprint that the
-    variant has now, requested or not, and more of them than requested.
+    """Keep the earlier attempts of this machine whose variant still has the same fingerprint.
+
+    Keep them whether they are requested or not, and more of them than requested.
 
     All are graded again, because a signature may have changed. Where some are not kept, the older
     document remains in the history, and this one has its own provenance.
@@ -135,8 +136,11 @@ def take_over(
 
 
 def _usable(attempts: Sequence[Made]) -> list[Made]:
-    """Return the attempts that are evidence, what they repeated, and errors that a GPU or the
-    program caused: a new attempt would hide that they did not occur again."""
+    """Return the attempts that are evidence, and errors that must not be hidden.
+
+    These are what the attempts repeated, and errors that a GPU or the program caused: a new attempt
+    would hide that they did not occur again.
+    """
     found: list[Made] = []
     repeated: list[Any] = []
     for each in reversed(attempts):

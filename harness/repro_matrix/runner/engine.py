@@ -54,7 +54,7 @@ MAX_HANGS = 3
 
 @dataclass(frozen=True)
 class Event:
-    """What the progress shows.
+    """An event that the progress shows.
 
     ``cells``: a cell has ``attempts`` to run, expected to take ``seconds``. ``start`` and
     ``attempt`` (with
@@ -141,9 +141,11 @@ class Engine:
     def run(
         self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False
     ) -> RunTotals:
-        """Run every attempt of every cell. The failure of one attempt, of whatever kind, never
-        stops the others; only a results folder that cannot be written to does, because its results
-        would be lost."""
+        """Run every attempt of every cell.
+
+        The failure of one attempt never stops the others; only a results folder that cannot be
+        written to does, because its results would be lost.
+        """
         result = self._summary = RunTotals()
         began = time.monotonic()
         if self.session.time_limit is not None:
@@ -218,8 +220,7 @@ class Engine:
                 raise
 
     def _check(self, stop: threading.Event) -> None:
-        """React to the user, the time limit and the GPUs, and drop what cannot start any more
-        because of them."""
+        """React to the user, the time limit and the GPUs, and drop what cannot start any more."""
         failed = self.pool.check(self._leased(), time.monotonic())
         for running in self._running.values():
             bad = sorted(failed & set(running.gpus))
@@ -307,8 +308,7 @@ class Engine:
         self._keep(running.task, observation, running.gpus)
 
     def _edited(self, task: Task) -> str | None:
-        """Return why the ranks may have executed other code than was planned: a file was changed
-        during the run."""
+        """Return why the ranks may have executed code that changed during the run."""
         plan, slug = (
             variant_of(self._cells[task.cell].plan, task.variant),
             self._cells[task.cell].plan.cell.case,
@@ -323,8 +323,7 @@ class Engine:
         return None if same else f"{script} or the kit was changed after the run had begun"
 
     def _keep(self, task: Task, observation: Observation, gpus: Sequence[str] = ()) -> None:
-        """Grade and store an observation, and repeat an attempt that is no evidence where another
-        one may be."""
+        """Grade and store an observation, and repeat an attempt that is no evidence."""
         if task.retry_of:
             observation["attempt"]["retry_of"] = task.retry_of
             observation = resolve_repeated_error(observation)

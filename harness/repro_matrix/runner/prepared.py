@@ -57,8 +57,7 @@ class Session:
 
     @property
     def gpus(self) -> list[Gpu]:
-        """Return all GPUs of all profiles, each once, those of the widest profile first and in its
-        order."""
+        """Return all GPUs of all profiles once, those of the widest profile first."""
         return list({gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}.values())
 
     def sizes(self, profile: Profile) -> list[int]:
@@ -78,10 +77,8 @@ class Session:
         hardware = []
         for profile in self.profiles:
             sizes = self.sizes(profile)
-            ranks = (
-                " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))
-                + f" rank{'s' * (sizes != [1])}"
-            )
+            ranks = " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))
+            ranks += " rank" if sizes == [1] else " ranks"
             beside = (
                 " an attempt, several side by side"
                 if sizes and max(sizes) * 2 <= len(profile.gpus)
@@ -93,8 +90,7 @@ class Session:
         return f"hardware {' | '.join(hardware)}; stack {', '.join(stacks) or 'none'}"
 
     def shortfall(self) -> list[str]:
-        """Return why a run of this plan measures less than is requested: its exit code is not 0
-        then."""
+        """Return why a run of this plan measures less than requested."""
         # Also the stacks of single variants, which declare no requirement.
         missing = {plan.cell.stack for plan in self.plans} & self.unavailable.keys() | self.unusable
         texts = [f"stack={name}: {self.unavailable[name]}" for name in sorted(missing)]
@@ -120,8 +116,7 @@ class Session:
         return texts
 
     def too_few_free(self) -> list[str]:
-        """Return the problem that attempts find too few GPUs, because other users' processes are on
-        the others now."""
+        """Return why attempts find too few GPUs: other users' processes are on them now."""
         needed = max(
             (v.gpus for plan in self.plans for v in plan.variants if not v.skipped), default=0
         )
@@ -148,8 +143,7 @@ class Session:
         )
 
     def notes(self) -> list[str]:
-        """Return what a person should know before the run: files and GPUs that are left out, what
-        may go wrong."""
+        """Return what a person should know before the run: omitted files and GPUs, and risks."""
         wrong = [
             *(f"left out: {text}" for text in self.catalogue.left_out),
             *self.changed(),

@@ -35,8 +35,9 @@ RESUMED = "what is recorded is kept: --resume continues the run"
 
 
 def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Return the overrides of the run that ``--resume`` continues, and its folder (None: a new one,
-    or ``results=``).
+    """Return the overrides of the run that ``--resume`` continues, and its folder.
+
+    The folder is None for a new one, or for ``results=``.
 
     With a selection it is the last run of that selection, without one the last interrupted run.
     Overrides on the command line replace those of the run. Raises ConfigError: there is no such
@@ -85,8 +86,9 @@ def _selection(texts: Sequence[str]) -> list[str] | None:
 def folder(
     session: Session, texts: Sequence[str], before: Path | None = None
 ) -> Iterator[Callable[[RunTotals], None]]:
-    """Open the run's folder for as long as it is measured; call what is yielded with the summary at
-    the end.
+    """Open the run's folder while it is measured.
+
+    Call what is yielded with the summary at the end.
 
     ``before``: the folder of the run that it continues. A new folder in which nothing was measured
     is removed.
@@ -135,8 +137,10 @@ def workplace(
     gpus: Iterable[Gpu] = (),
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Workplace]:
-    """Open what runs share; everything is ended and released at the end. ``launcher``: of the
-    settings."""
+    """Open what runs share, and release it at the end.
+
+    ``launcher``: of the settings.
+    """
     state = cache_dir() / "state"
     for text in clear_leftovers(state):
         on_warning(f"cleared what an earlier run left: {text}")
@@ -160,9 +164,11 @@ def execute(
     with_canary: bool = False,
     shared: Workplace | None = None,
 ) -> RunTotals:
-    """Run the session's plans over its results folder. ``with_canary``: measure the canary cells
-    first, and nothing else where their results are wrong (MeasureError). ``shared``: where several
-    runs share a launcher."""
+    """Run the session's plans over its results folder.
+
+    ``with_canary``: measure the canary cells first, and nothing else if their results are wrong
+    (MeasureError). ``shared``: for several runs that share a launcher.
+    """
     store = Store(runs.results_folder(session.settings))
     store.open()
     try:
@@ -185,10 +191,10 @@ def interruptible(
     say: Callable[[str], None],
     kept: str = "what is recorded is kept: the same command continues",
 ) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for
-    anything.
+    """End the ranks on Ctrl-C (or SIGTERM) and keep what is recorded; a second one ends at once.
 
-    ``kept``: what becomes of the results, for the message."""
+    ``kept``: what becomes of the results, for the message.
+    """
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():

@@ -36,8 +36,9 @@ MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells")
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: its overrides (key, text), the catalogue, the settings, and the
-    selections of cells.
+    """A parsed command line.
+
+    ``words``: its overrides (key, text). ``selections``: one, or one for each block of a matrix.
 
     ``selections``: one of the command line, or one for each block of a named matrix.
     """
@@ -72,8 +73,10 @@ class Request:
         )
 
     def with_values(self, values: Mapping[str, Any]) -> Request:
-        """Return the request with these values, by the keys of their overrides. Raises ConfigError
-        as ``ask`` does."""
+        """Return the request with these values, by the keys of their overrides.
+
+        Raises ConfigError as ``ask`` does.
+        """
         return make_request(
             [
                 *self.texts(without=values),
@@ -90,8 +93,7 @@ class Request:
         return [text for key, text in self.words if key not in without]
 
     def check(self) -> None:
-        """Raise ConfigError (StackError) for an unknown stack or profile, and for a shard: for
-        commands that prepare nothing."""
+        """Raise ConfigError (StackError) for an unknown stack, profile or shard."""
         for name in dict.fromkeys(
             name for each in self.selections for name in each.stack if name != matrix.REPRODUCING
         ):
@@ -154,8 +156,7 @@ def make_request(texts: Sequence[str]) -> Request:
 def _check_models(
     changes: Sequence[tuple[list[str], Any]], added: set[str], catalogue: Catalogue
 ) -> None:
-    """Raise ConfigError for a configuration key that no model has, or a value of another type than
-    theirs."""
+    """Raise ConfigError for a configuration key or a type of value that no model has."""
     for keys, value in changes:
         if keys[0] != "config" or len(keys) != 2 or f"model.{'.'.join(keys)}" in added:
             continue
@@ -182,9 +183,11 @@ def _check_models(
 
 
 def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
-    """Return case -> the stacks on which its published measurement reproduces: those that have a
-    name and stay as they are, else the replaced packages of a version map. A case that reproduced
-    nowhere: the stack that its file names."""
+    """Return case -> the stacks on which its published measurement reproduces.
+
+    They have a name and stay as they are, else they are the replaced packages of a version map. A
+    case that reproduced nowhere has the stack that its file names.
+    """
     found: dict[str, set[str]] = {name: set() for name in names}
     for row in runs.measured_rows() if names else ():
         if row.case in names and row.first and row.counts["reproduced"]:
@@ -297,8 +300,7 @@ def _published_seconds(
 
 
 def selected_by(line: Selection) -> list[str]:
-    """Return the overrides of a command line that say what is measured, and not where or how, as
-    they were written."""
+    """Return the overrides of a command line that say what is measured, as they were written."""
     return sorted(text for key, text in line.words if key not in MACHINE_SETTINGS)
 
 
