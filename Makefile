@@ -35,7 +35,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PIP_TARGET PIP_PREFIX
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
-.PHONY: help missing setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures gpu-agreement docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
+.PHONY: help missing setup crowded repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures gpu-agreement docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -62,6 +62,9 @@ endif
 	@touch $(READY)
 
 missing:
+
+crowded: $(READY) ## add what users have beside the stack to .venv (requirements/crowded.txt), as the workflow `exhaustive` does
+	@$(PIP) -c requirements/tested.txt -r requirements/crowded.txt
 
 repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)
 	@$(REPRO) matrix $(ARGS)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import yaml
 from repro_matrix.changes.agreement import Agreement, measure_agreement
 from repro_matrix.changes.diff import describe_row
-from repro_matrix.changes.sides import VariantResult, load_folder
+from repro_matrix.changes.sides import load_folder
 from repro_matrix.grading.verdict import wilson
 from repro_matrix.paths import RESULTS, ROOT
+from repro_matrix.results.rows import Row
 
 FOLDER = RESULTS / "gpu" / "h100-2026-11-28"
 PAGE = ROOT / "docs" / "contributing" / "gpu-agreement.md"
@@ -42,11 +44,17 @@ What failed is ZeRO-2: DeepSpeed 0.19 cannot read a CUDA_VISIBLE_DEVICES that ho
 """
 
 
+@cache
+def results(run: str) -> list[Row]:
+    """Return the rows of a run of results/gpu."""
+    return load_folder(FOLDER / run).rows
+
+
 def compared() -> dict[str, list[Agreement]]:
     """Return run -> the agreement of each case with the CPU."""
-    cpu = load_folder(FOLDER / "cpu").rows
+    cpu = results("cpu")
     runs = (run for listed in BACKENDS.values() for run in listed)
-    return {run: measure_agreement(cpu, load_folder(FOLDER / run).rows) for run in runs}
+    return {run: measure_agreement(cpu, results(run)) for run in runs}
 
 
 def share(cases: Iterable[Agreement]) -> str:
@@ -63,7 +71,7 @@ def explanations() -> dict[tuple[str, str, str], str]:
 
 def disagreements(
     runs: dict[str, list[Agreement]],
-) -> Iterator[tuple[str, VariantResult, VariantResult]]:
+) -> Iterator[tuple[str, Row, Row]]:
     yield from (
         (run, *pair) for run, cases in runs.items() for each in cases for pair in each.disagreements
     )
@@ -80,7 +88,7 @@ def page() -> str:
     every = [each for cases in runs.values() for each in cases]
     row = every[0].pairs[0][1]
     paired = {
-        (run, other.key, other.variant)
+        (run, other.cell_id, other.variant)
         for run, cases in runs.items()
         for c in cases
         for _, other in c.pairs
@@ -88,17 +96,20 @@ def page() -> str:
     alone = [
         each
         for run in runs
-        for each in load_folder(FOLDER / run).rows
-        if each.measured and each.hardware != "cpu" and (run, each.key, each.variant) not in paired
+        for each in results(run)
+        if each.kinds
+        and each.hardware.profile != "cpu"
+        and (run, each.cell_id, each.variant) not in paired
     ]
     counts = Counter(
-        each.verdict or ("REPRODUCED" if "reproduced" in each.kinds else "-") for each in alone
+        each.stored_verdict or ("REPRODUCED" if "reproduced" in each.kinds else "-")
+        for each in alone
     )
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items()))
     about = {
-        **row.versions,
-        "gpu": row.machine["GPUs"],
-        "driver": row.machine["driver"],
+        **row.stack.versions,
+        "gpu": ", ".join(row.hardware.gpus),
+        "driver": row.hardware.driver,
         "total": share(every),
     }
     head = HEAD.format(**about, alone=len(alone), verdicts=verdicts)
@@ -122,7 +133,7 @@ def page() -> str:
             for name, listed in BACKENDS.items()
         }
         cells = {
-            gpu.key.partition("/")[2]
+            gpu.cell_id.partition("/")[2]
             for each in every
             if each.case == case
             for _, gpu in each.pairs
@@ -134,9 +145,9 @@ def page() -> str:
     lines += table(["case", "cells", *BACKENDS], rows)
     lines += ["", "## What differs"]
     for run, cpu, gpu in disagreements(runs):
-        lines += ["", f"`{gpu.key}`, variant `{gpu.variant}` (`{run}`):", ""]
+        lines += ["", f"`{gpu.cell_id}`, variant `{gpu.variant}` (`{run}`):", ""]
         lines += [f"- CPU: {describe_row(cpu)}", f"- GPU: {describe_row(gpu)}", ""]
-        lines.append(why[run, gpu.key, gpu.variant])
+        lines.append(why[run, gpu.cell_id, gpu.variant])
     lines += [
         "",
         "## Tolerances",

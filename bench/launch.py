@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from repro_matrix.config import catalog
 from repro_matrix.environment.stacks import Stack, resolve
-from repro_matrix.launch import processes
+from repro_matrix.environment.stacks.extensions import compile_op
 from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.torchrun import TorchrunLauncher
@@ -179,7 +179,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "launch.json")
     arguments = parser.parse_args(words)
     stack, kinds = resolve(arguments.stack), arguments.kinds.split(",")
-    if any(kind.startswith("zero") for kind in kinds) and (problem := processes.compile_op(stack)):
+    if any(kind.startswith("zero") for kind in kinds) and (problem := compile_op(stack)):
         raise SystemExit(problem)  # DeepSpeed compiles once, which is no launcher's cost
     rows: list[Json] = []
     print(

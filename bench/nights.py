@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.changes.history import make_run
-from repro_matrix.changes.nightly import finish_night
+from repro_matrix.changes.nightly import Night, finish_night
 from repro_matrix.changes.regressions import compare_to_last_passing
-from repro_matrix.changes.sides import Side, from_row
+from repro_matrix.changes.sides import Side
 from repro_matrix.config import catalog
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.records.document import Document
@@ -54,7 +54,7 @@ def cut(folder: Path, attempts: int) -> Iterator[Side]:
             for each in documents
         ]
         graded = regrade(cells, cases)
-        rows = [from_row(row) for each in graded for row in rows_of(each, cases)]
+        rows = [row for each in graded for row in rows_of(each, cases)]
         yield Side(
             f"{folder.name}-{night}", [replace(row, started=row.started + night) for row in rows]
         )
@@ -71,19 +71,17 @@ def replay_nights(nights: Sequence[Side], folder: Path) -> Json:
     """Finish the nights one after the other; return their exit codes and the changes."""
     codes, changes, variants = Counter[int](), list[str](), set[tuple[str, ...]]()
     for number, side in enumerate(nights):
-        today = datetime.now(timezone.utc).date()
-        report = finish_night(f"{number:04}", [side], [folder / side.name], folder, (), today)
+        run_id, today = f"{number:04}", datetime.now(timezone.utc).date()
+        report = finish_night(Night(run_id, side, today), folder)
         codes[report.exit_code] += 1
         changes += [
-            f"{report.run_id}: {c.row.key} {c.variant}: {c.kind}"
+            f"{run_id}: {c.row.cell_id} {c.variant}: {c.kind}"
             for each in report.changed.values()
             for one in each
             for c in one.changes
         ]
-        changes += (
-            [f"{report.run_id}: {report.reason}"] if report.exit_code and not report.changed else []
-        )
-        variants |= {(row.key, row.stack, row.variant) for row in side.rows if row.measured}
+        changes += [f"{run_id}: {report.reason}"] if report.exit_code and not report.changed else []
+        variants |= {(row.cell_id, row.stack.name, row.variant) for row in side.rows if row.kinds}
     return {
         "nights": len(nights),
         "variants": len(variants),

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from repro_matrix.paths import BASELINE, ROOT
-from repro_matrix.report import render as load
+from repro_matrix.report import load
+from repro_matrix.report.formats import to_html
 from repro_matrix.report.result_lines import result_lines
 
 from bench.chromium import Chromium
@@ -30,7 +31,7 @@ ANSWER = re.compile(r"(?<=with the command's -->\n).*?(?=\n\nIf )", re.DOTALL)
 
 def report() -> str:
     """Return the page of the published results."""
-    return load.render_page("html", load.load_results([BASELINE]), [BASELINE])
+    return to_html(load.load_results([BASELINE]))
 
 
 def digests(page: str) -> dict[str, str]:

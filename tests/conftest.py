@@ -8,8 +8,10 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,15 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from repro_matrix.config import catalog
+from repro_matrix.config.schema import Case
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.forkserver import ForkserverLauncher, Server
-from repro_matrix.paths import CONF, REPROS
+from repro_matrix.paths import CONF, REPROS, RESULTS
+from repro_matrix.records.document import Document
+from repro_matrix.results import summary
+from repro_matrix.results.rows import Row
+from repro_matrix.results.store import Store
 
 # Examples of a property test in the gate and in `make test-slow`. Fifteen are enough to see a
 # changed grader.
@@ -45,9 +53,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     )
 
 
+# Fixtures that launch ranks: their tests are marked `ranks` here.
+LAUNCHING = {"warm", "launcher", "runs_are_warm"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that launch ranks first: one of them at the end would leave the other cores
     idle."""
+    for item in items:
+        if LAUNCHING.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -61,6 +77,64 @@ def conf(tmp_path: Path) -> Path:
 def gpu_locks_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that run side by side have made-up GPUs with the same UUIDs."""
     monkeypatch.setattr("repro_matrix.runner.gpu_pool.LOCKS", tmp_path / "gpu-locks")
+
+
+grade_documents = summary.grade_documents
+
+
+@cache
+def graded(folder: Path) -> dict[str, Document]:
+    """Grade a folder of published results. It takes seconds, so each worker does it once."""
+    found = {
+        str(Path(each["path"]).relative_to(folder)): each for each in Store(folder).documents()
+    }
+    return grade_documents(folder, found, catalog.load().cases)
+
+
+@pytest.fixture
+def published_grades(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, Document]]:
+    """Grade published results once for all tests: mark them ``xdist_group("baseline")``."""
+
+    def once(
+        folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]
+    ) -> dict[str, Document]:
+        if not folder.is_relative_to(RESULTS):
+            return grade_documents(folder, documents, cases)
+        return {path: graded(folder)[path] for path in documents}
+
+    monkeypatch.setattr(summary, "grade_documents", once)
+    return graded
+
+
+stored_rows = summary.stored_rows
+
+
+@cache
+def rows_by_evidence(folder: Path) -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for row in summary.load_rows(folder):
+        rows[row.evidence].append(row)
+    return dict(rows)
+
+
+@pytest.fixture
+def published_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read published results as if their summaries were of the grader of today.
+
+    A summary is out of date after each change of the grader, and grading takes each reader seconds.
+    """
+
+    def fresh(
+        folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
+    ) -> dict[str, list[Row]]:
+        if not folder.is_relative_to(RESULTS) or wanted:
+            return stored_rows(folder, notes, wanted)
+        monkeypatch.setattr(summary, "stored_rows", stored_rows)
+        found = rows_by_evidence(folder)
+        monkeypatch.setattr(summary, "stored_rows", fresh)
+        return dict(found)
+
+    monkeypatch.setattr(summary, "stored_rows", fresh)
 
 
 @pytest.fixture

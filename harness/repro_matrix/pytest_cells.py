@@ -34,7 +34,7 @@ from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session as sessions
 from repro_matrix.runner.engine import Event
-from repro_matrix.runner.session import Session
+from repro_matrix.runner.prepared import Session
 from repro_matrix.text import counted
 
 MARKS = {

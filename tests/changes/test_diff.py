@@ -7,18 +7,17 @@ import json
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from repro_matrix.changes import agreement
 from repro_matrix.changes import diff as diffs
 from repro_matrix.changes.diff import compare_rows as between
-from repro_matrix.changes.sides import VariantResult, tolerance_used
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError
 from repro_matrix.results import runs
+from repro_matrix.results.rows import Row
 from results_by_hand import (
     BOOM,
     FIRED,
@@ -29,10 +28,11 @@ from results_by_hand import (
     SKIPPED,
     cell,
     variant,
+    with_values,
     write,
 )
 
-Rows = list[VariantResult]
+Rows = list[Row]
 
 
 PAIRS = [
@@ -69,12 +69,10 @@ def test_compare_counts_every_cell_once_and_one_result_change_per_variant(
     one: Rows, other: Rows
 ) -> None:
     diff = between(one, other)
-    sizes = [len({(row.key, row.hardware, row.stack) for row in side}) for side in (one, other)]
+    sizes = [len({row.cell for row in side}) for side in (one, other)]
     assert len(diff.select(["cell_removed", "cell_added"])) + 2 * diff.cells == sum(sizes)
     results = [c for c in diff.changes if c.variant]
-    assert len(results) == len(
-        {(c.row.key, c.row.hardware, c.row.stack, c.variant) for c in results}
-    )
+    assert len(results) == len({(c.row.cell, c.variant) for c in results})
     assert "".join(diffs.describe_diff(diff, everything=True)).isprintable()
     json.dumps(diffs.diff_to_json(diff), allow_nan=False)
 
@@ -82,9 +80,9 @@ def test_compare_counts_every_cell_once_and_one_result_change_per_variant(
 OTHER_CHECK = variant("other_failure", 3, "check x")
 LATE_HANG = variant(kinds={"passed": 2, "hang": 1}, failure_ids=("x",))
 EITHER = variant(
-    "other_failure", 3, "x", verdict="DIFFERENT_FAILURE", expected="expected"
+    "other_failure", 3, "x", verdict="DIFFERENT_FAILURE", state="expected"
 )  # or "y", both reviewed
-FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
+FLAKY = with_values(BOOM, kinds={"other_failure": 2, "passed": 1})
 
 
 @pytest.mark.parametrize(
@@ -116,19 +114,19 @@ FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
         (
             "control",
             variant("passed", 20),
-            replace(LATE_HANG, kinds={"passed": 8, "hang": 12}),
+            with_values(LATE_HANG, kinds={"passed": 8, "hang": 12}),
             "new_failure",
             1,
         ),
         (
             "control",
             variant(),
-            replace(LATE_HANG, kinds={"other_failure": 2, "hang": 1}),
+            with_values(LATE_HANG, kinds={"other_failure": 2, "hang": 1}),
             "new_failure",
             1,
         ),
         ("control", BOOM, OTHER_CHECK, "different_failure", 1),
-        ("control", BOOM, replace(BOOM, text="another"), None, 0),
+        ("control", BOOM, with_values(BOOM, reason="another"), None, 0),
         ("control", BOOM, FLAKY, None, 0),
         (
             "control",
@@ -137,11 +135,11 @@ FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
             "became_flaky",
             1,
         ),
-        ("fix", EITHER, replace(EITHER, failure_ids=("y",)), None, 0),
+        ("fix", EITHER, with_values(EITHER, failure_ids=("y",)), None, 0),
         (
             "fix",
             EITHER,
-            replace(EITHER, failure_ids=("z",), expected="unexpected"),
+            with_values(EITHER, failure_ids=("z",), state="unexpected"),
             "different_failure",
             1,
         ),
@@ -149,7 +147,7 @@ FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
     ],
 )
 def test_compare_variant_gives_kind(
-    name: str, old: VariantResult | None, new: VariantResult, kind: str | None, code: int
+    name: str, old: Row | None, new: Row, kind: str | None, code: int
 ) -> None:
     same = {} if name in ("unfixed", "control") else {"unfixed": REPRODUCED}
     diff = between(cell(same | ({name: old} if old else {})), cell(same | {name: new}))
@@ -160,8 +158,8 @@ def test_compare_variant_gives_kind(
 
 
 def test_compare_one_stack_each_goes_across_several_by_name() -> None:
-    here = cell({"control": variant()}, path="one.json")
-    there = cell({"control": replace(BOOM, error_at="f.py:7")}, path="other.json", stack="old")
+    here = cell({"control": variant()}, evidence="one.json")
+    there = cell({"control": replace(BOOM, error_at="f.py:7")}, evidence="other.json", stack="old")
     across = between(here, there)
     assert across.across == {"stack": ("now", "old")} and [c.kind for c in across.changes] == [
         "new_failure"
@@ -181,8 +179,8 @@ def test_compare_one_stack_each_goes_across_several_by_name() -> None:
 
 def test_compare_cell_measured_twice_uses_newest() -> None:
     older, newer = (
-        cell({"control": BOOM}, path="a"),
-        cell({"control": variant()}, started=2.0, path="b"),
+        cell({"control": BOOM}, evidence="a"),
+        cell({"control": variant()}, started=2.0, evidence="b"),
     )
     assert between([*newer, *older], newer).changes == ()
 
@@ -211,11 +209,16 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
     """`make gpu-proof`: what the GPU run measured on the CPU itself is no comparison of the two."""
 
     def side(hardware: str, used: float, outcome: str = "passed", key: str = "c/m") -> Rows:
-        machine = {} if hardware == "cpu" else {"GPUs": "NVIDIA H200"}
-        row = variant(outcome, tolerance_used={"gradient": used}, machine=machine)
-        return cell({"control": row}, hardware=hardware, key=key)
+        gpus = () if hardware == "cpu" else ("NVIDIA H200",)
+        check = {"name": "gradient", "actual": used, "expected": 0.0, "tolerance": 1.0}
+        row = variant(outcome, checks=(check,), hardware={"profile": hardware, "gpus": gpus})
+        return cell({"control": row}, cell_id=key)
 
-    cpu = [*side("cpu", 0.1), *side("cpu", 0.2, key="c/n"), *side("cpu", 0.1, key="c/cpu-only")]
+    cpu = [
+        *side("cpu", 0.1),
+        *side("cpu", 0.2, key="c/n"),
+        *side("cpu", 0.1, key="c/cpu-only"),
+    ]
     gpu = [
         *side("gpu1-shared", 0.3),
         *side("gpu1-shared", 300.0, "other_failure", "c/n"),
@@ -226,7 +229,7 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
         there.counts == (1, 2) and there.across and there.tolerance_used == {"gradient": [0.2, 0.3]}
     )
     ((first, second),) = there.disagreements
-    assert (first.hardware, second.hardware) == ("cpu", "gpu1-shared")
+    assert (first.hardware.profile, second.hardware.profile) == ("cpu", "gpu1-shared")
     assert "gradient 0.2 | 0.3" in "\n".join(agreement.describe_agreement([there]))
     assert agreement.agreement_to_json([there])["cases"][0]["tolerance_used"] == {
         "gradient": [0.2, 0.3]
@@ -248,7 +251,7 @@ def test_tolerance_used_is_of_numbers_only() -> None:
         check("cut", "[1.0, 2.0", "[1.0, 2.0", 1.0),
         check("nan", "nan", 0.0, 1.0),
     ]
-    assert tolerance_used(cast(Any, SimpleNamespace(checks=checks))) == {"loss": 0.25, "sum": 0.25}
+    assert variant(checks=checks).tolerance_used == {"loss": 0.25, "sum": 0.25}
 
 
 def diff(*words: object) -> int:
@@ -276,13 +279,10 @@ def test_diff_command_gives_documented_exit_codes(
     generate = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     subset = write(results / "subset", {"unfixed": FIRED}, **at)
     both = write(write(results / "both", {"unfixed": FIRED}, **at), {"unfixed": FIRED}, **generate)
-    for texts, code in (
-        (["case=ddp-ready-once"], 0),
-        (["case=ddp-ready-once,fsdp-generate"], 3),
-        ([], 3),
-    ):
-        runs.note(subset, [*texts, "hardware=cpu"], runs.ENDED)
-        assert diff(both, subset) == code, texts
+    planned = [f"cpu current {each['cell_id']}" for each in (at, generate)]
+    for names, code in ((planned[:1], 0), (planned, 3), ([], 3)):
+        runs.note(subset, [], runs.ENDED, planned=names)
+        assert diff(both, subset) == code, names
     (other / "cpu" / "s" / "some-case" / "x.json").write_text('{"schema": 1, ')
     assert diff(other, one) == 3 and "x.json" in "".join(capsys.readouterr().err.split())
     assert (

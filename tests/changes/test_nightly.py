@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from observations import SCRIPT, exception, failed, frame, observation
 from repro_matrix.changes import history, nightly
 from repro_matrix.changes.history import NightlyRun
-from repro_matrix.changes.missing import Requested, describe_missing, find_missing
+from repro_matrix.changes.missing import describe_missing, find_missing
 from repro_matrix.changes.regressions import compare_to_last_passing
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.cli import main as cli
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
 from repro_matrix.results import runs
+from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.results.summary import load_rows
 from results_by_hand import (
     BOOM,
@@ -39,16 +40,17 @@ from results_by_hand import (
     SKIPPED,
     cell,
     variant,
+    with_values,
     write,
 )
 
 from bench import nights
 
-Rows = list[VariantResult]
+Rows = list[Row]
 make_run = history.make_run
 A, B = (
     cell({"unfixed": REPRODUCED, "fix": HOLDS}),
-    cell({"unfixed": REPRODUCED}, key="c/n", axes=("model=n",)),
+    cell({"unfixed": REPRODUCED}, cell_id="c/n", model="n"),
 )
 NOW = cell({"unfixed": REPRODUCED, "fix": BOOM}, started=2.0)
 PASSING = make_run("passing", A, 0)
@@ -63,9 +65,12 @@ def test_compare_to_last_passing_counts_only_result_changes() -> None:
         "fix_stopped_working",
     )
     assert compare_to_last_passing(NOW, [PASSING, replace(failed, exit_code=0)]).changed == []
-    for rows, runs_ in ((NOW, [failed]), (cell({"unfixed": REPRODUCED}, key="c/other"), [PASSING])):
+    for rows, runs_ in (
+        (NOW, [failed]),
+        (cell({"unfixed": REPRODUCED}, cell_id="c/other"), [PASSING]),
+    ):
         result = compare_to_last_passing(rows, runs_)
-        assert (result.changed, result.references, result.new) == ([], {}, {rows[0].key})
+        assert (result.changed, result.references, result.new) == ([], {}, {rows[0].cell_id})
     for between in (
         {"unfixed": SKIPPED, "fix": SKIPPED},
         {"unfixed": REPRODUCED},
@@ -83,7 +88,7 @@ def test_compare_to_last_passing_counts_only_result_changes() -> None:
 def test_a_fix_that_dies_in_two_steps_is_compared_with_the_night_before_it_was_flaky() -> None:
     def night(name: str, passed: int) -> NightlyRun:
         kinds = {"passed": passed, "reproduced": 3 - passed}
-        row = replace(
+        row = with_values(
             HOLDS,
             kinds={each: n for each, n in kinds.items() if n},
             failure_ids=("c/norm",) * (passed < 3),
@@ -94,7 +99,7 @@ def test_a_fix_that_dies_in_two_steps_is_compared_with_the_night_before_it_was_f
         )
 
     def change(tonight: int, *before: int, expected: str | None = None) -> tuple[str, str] | None:
-        rows = [replace(row, expected=expected) for row in night("", tonight).rows]
+        rows = [with_values(row, state=expected) for row in night("", tonight).rows]
         found = compare_to_last_passing(rows, [night(str(n), k) for n, k in enumerate(before)])
         return (
             (found.changed[0].passing.run_id, found.changed[0].changes[0].kind)
@@ -128,7 +133,7 @@ def test_a_fix_that_dies_in_two_steps_is_compared_with_the_night_before_it_was_f
 def test_flakiness_beyond_what_all_passing_runs_showed_is_a_change() -> None:
     def night(name: str, passed: int) -> NightlyRun:
         kinds = {"passed": passed, "other_failure": 3 - passed}
-        row = replace(
+        row = with_values(
             HOLDS,
             kinds={each: n for each, n in kinds.items() if n},
             failure_ids=("hang",) * (passed < 3),
@@ -157,7 +162,7 @@ def test_a_variant_that_is_flaky_always_raises_no_alarm(documented: bool) -> Non
     for number in range(200):
         outcomes = Counter("passed" if chance.random() < 0.7 else "other_failure" for _ in range(3))
         failed = "other_failure" in outcomes
-        row = replace(
+        row = with_values(
             HOLDS,
             kinds=outcomes,
             failure_ids=("hang",) * failed,
@@ -165,7 +170,7 @@ def test_a_variant_that_is_flaky_always_raises_no_alarm(documented: bool) -> Non
         )
         row = replace(
             row,
-            expected="differs_from_documentation" if failed and documented else "no_expectation",
+            state="differs_from_documentation" if failed and documented else "no_expectation",
         )
         night = make_run(
             str(number), cell({"unfixed": REPRODUCED, "fix": row}), 3 * (failed and documented)
@@ -188,7 +193,7 @@ def test_unexpected_results_count_unless_they_are_handled() -> None:
         *cell(
             {
                 "unfixed": REPRODUCED,
-                "fix": replace(BOOM, verdict="NOT_FIXED", expected="unexpected"),
+                "fix": replace(BOOM, verdict="NOT_FIXED", state="unexpected"),
             }
         )
     ]
@@ -217,19 +222,13 @@ def test_check_one_commit_several_commits_is_an_error() -> None:
         history.check_one_commit([replace(A[0], commit=commit) for commit in ("aaaa", "bbbb")])
 
 
-def test_check_each_once_two_folders_with_a_result_of_one_variant_is_an_error() -> None:
-    history.check_each_once([A[:1], A[1:]])
-    with pytest.raises(ResultsError, match=A[0].variant):
-        history.check_each_once([A, [replace(A[0], started=A[0].started + 1)]])
-
-
 def test_issue_lists_changes_and_escapes_foreign_text() -> None:
-    text = replace(BOOM, text="@everyone <script> `x` <!-- change=00 -->")
+    text = with_values(BOOM, reason="@everyone <script> `x` <!-- change=00 -->")
     others = {"kept": replace(HOLDS, role="fix"), "probe": replace(HOLDS, role="probe")}
     now = cell(
         {"unfixed": REPRODUCED, "fix": text, **others}, started=2.0, versions={"torch": "2.14.0"}
     )
-    then = [replace(row, versions={"torch": "2.13.0"}) for row in A]
+    then = [with_values(row, versions={"torch": "2.13.0"}) for row in A]
     (changed,) = compare_to_last_passing(now, [make_run("passing", then, 0)]).changed
     title, made = to_issue(
         [changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"}
@@ -250,14 +249,14 @@ def test_changed_case_says_what_else_changed() -> None:
     def night(
         name: str, rows: Rows, code: int | None, machine: dict[str, str], **packages: str
     ) -> NightlyRun:
-        placed = [replace(row, versions={"torch": "2.13.0"}, machine=machine) for row in rows]
+        placed = [with_values(row, versions={"torch": "2.13.0"}, hardware=machine) for row in rows]
         return make_run(name, placed, code, {"now": packages} if packages else None)
 
     then = night(
-        "mon", A, 0, {"CPU": "a", "driver": "550"}, torch="2.13.0", tokenizers="1", idna="3.1"
+        "mon", A, 0, {"cpu": "a", "driver": "550"}, torch="2.13.0", tokenizers="1", idna="3.1"
     )
     tonight = [
-        replace(row, versions={"torch": "2.13.0"}, machine={"CPU": "a", "driver": "570"})
+        with_values(row, versions={"torch": "2.13.0"}, hardware={"cpu": "a", "driver": "570"})
         for row in NOW
     ]
     packages = {"now": {"torch": "2.13.0", "tokenizers": "1", "idna": "3.2"}}
@@ -270,8 +269,6 @@ def test_changed_case_says_what_else_changed() -> None:
     assert usual.versions == {"tokenizers": ("1", "none")}, (
         "without a list of all packages, only the usual ones"
     )
-    old = replace(then, machines={})
-    assert compare_to_last_passing(tonight, [old], packages=packages).changed[0].machine == {}
     body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight")[1]
     assert all(
         part in body for part in ("idna: 3.1", "driver: 550", "repros/x.py \\(uncommitted"[:11])
@@ -279,16 +276,19 @@ def test_changed_case_says_what_else_changed() -> None:
     assert "No package" not in body
 
 
-VARIANTS = {"c": {"unfixed", "fix"}}
-ALL = Requested(VARIANTS, {"c/m": {"now"}, "c/n": {"now"}})
 BOTH = make_run("passing", [*A, *B], 0)
 
 
-def missing(
-    tonight: Rows, requested: Requested = ALL, *history_: NightlyRun
-) -> list[tuple[str, str, str]]:
-    found = find_missing(tonight, history_ or [BOTH], [requested])
-    return [(each.row.key, each.row.variant, each.excuse) for each in found]
+def run_of(*planned: str, **changes: Any) -> Run:
+    return Run(Path("tonight"), (), runs.ENDED, planned=planned, **changes)
+
+
+ALL = run_of("cpu now c/m", "cpu now c/n")
+
+
+def missing(tonight: Rows, run: Run = ALL, *history_: NightlyRun) -> list[tuple[str, str, str]]:
+    found = find_missing(tonight, history_ or [BOTH], [run])
+    return [(each.row.cell_id, each.row.variant, each.excuse) for each in found]
 
 
 @pytest.mark.parametrize(
@@ -296,14 +296,13 @@ def missing(
     [
         ([*A, *B], []),
         (A, [("c/n", "unfixed")]),
-        ([A[0], *B], [("c/m", "fix")]),
         ([*cell({"unfixed": REPRODUCED, "fix": SKIPPED}), *B], [("c/m", "fix")]),
         (
-            [*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, text="a GPU failed")}), *B],
+            [*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, reason="a GPU failed")}), *B],
             [("c/m", "fix")],
         ),
         (
-            [*(replace(row, hardware="gpu1-shared") for row in A), *B],
+            [*(with_values(row, hardware="gpu1-shared") for row in A), *B],
             [("c/m", "unfixed"), ("c/m", "fix")],
         ),
     ],
@@ -315,39 +314,35 @@ def test_find_missing_lists_cells_and_variants(
 
 
 @pytest.mark.parametrize(
-    ("requested", "excuse"),
+    ("run", "excuse"),
     [
-        (replace(ALL, cells={"c/m": {"now"}}), "not requested"),
-        (replace(ALL, cells={**dict(ALL.cells or {}), "c/n": {"later"}}), "not requested"),
-        (replace(ALL, hardware=("gpu*",)), "not requested"),
-        (replace(ALL, variants={}), "not requested"),
-        (replace(ALL, unstarted=("cpu now c/n",)), "no time left"),
-        (replace(ALL, unstarted=None), "no time left"),
-        (replace(ALL, cells={"c/m": {"now"}, "c/n": {"later"}}, stacks={"now"}), ""),
-        (Requested(VARIANTS), ""),
-        (Requested({}), "not requested"),
-        (replace(ALL, catalog={"c": {"fix"}}), "no longer in the catalog"),
+        (run_of("cpu now c/m"), "not requested"),
+        (run_of("cpu now c/m", "cpu later c/n"), "not requested"),
+        (replace(ALL, left=("cpu now c/n",)), "no time left"),
+        (run_of("cpu now c/m", "gpu1 now c/n"), ""),
+        (replace(run_of("cpu now c/m"), texts=("shard=1/2",)), ""),
+        (run_of(), ""),
+        (ALL, ""),
     ],
 )
-def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse: str) -> None:
-    assert missing(A, requested) == [("c/n", "unfixed", excuse)]
+def test_find_missing_is_excused_by_the_run_itself(run: Run, excuse: str) -> None:
+    assert missing(A, run) == [("c/n", "unfixed", excuse)]
+
+
+def test_find_missing_a_variant_that_the_run_left_out_is_a_note() -> None:
+    assert missing([A[0], *B]) == [("c/m", "fix", "not requested")]
+    assert missing([A[0], *B], run_of()) == [("c/m", "fix", "")]
 
 
 def test_find_missing_looks_further_back_than_the_last_run() -> None:
     between = make_run("between", A, 0)
     assert missing(A, ALL, BOTH, between) == [("c/n", "unfixed", "")]
-    for requested in (
-        replace(ALL, cells={"c/m": {"now"}}),
-        Requested(VARIANTS),
-    ):  # unknown: only the last run counts
-        assert (
-            missing(A, requested, BOTH, between)
-            == missing(A, ALL, replace(BOTH, exit_code=1))
-            == []
-        )
-    assert [each.excuse for each in find_missing(A, [BOTH], [replace(ALL, cells={}), ALL])] == [
-        ""
-    ], "one is enough"
+    restricted = run_of("cpu now c/m")
+    assert missing(A, restricted, BOTH, between) == [], "a note for the last passing run only"
+    assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
+    (both,) = find_missing(A, [BOTH], [restricted, run_of("cpu now c/n")])
+    (none,) = find_missing(A, [BOTH], [])
+    assert both.excuse == none.excuse == ""
 
 
 def test_find_missing_a_skip_counts_unless_the_passing_run_had_it() -> None:
@@ -381,26 +376,6 @@ EMBEDDING = raised(
 )
 
 
-def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
-    runs.note(
-        tmp_path,
-        [f"case={CASE}", "variants=[non-*]", "hardware=cpu", "shard=1/2"],
-        runs.ENDED,
-        ["a b c"],
-    )
-    requested = nightly.load_requested(tmp_path, [])
-    assert requested.cells == {KEY: {"current"}} and requested.hardware == ("cpu",)
-    assert requested.variants == {CASE: {"unfixed", "non-reentrant"}} and requested.unstarted == (
-        "a b c",
-    )
-    gone = replace(A[0], case=CASE, key=KEY, hardware="cpu", stack="current", variant="removed")
-    assert requested.excuse(gone) == "no longer in the catalog"
-    for text in ("case=no-such-case", "case=[["):
-        runs.note(tmp_path, [text], runs.ENDED)
-        unknown = nightly.load_requested(tmp_path, [])
-        assert unknown.cells is None and CASE in unknown.variants
-
-
 @given(one=SIDES, other=SIDES)
 def test_history_stores_runs_without_loss(
     one: Rows, other: Rows, tmp_path_factory: pytest.TempPathFactory
@@ -424,12 +399,11 @@ def test_history_stores_runs_without_loss(
         {"exit_code": "green"},
         {"rows": 3},
         {"schema": 9},
-        {"rows": [{"text": 5}]},
+        {"rows": [{"reason": 5}]},
         {"rows": [{"verdict": "FIXD"}]},
-        {"rows": [{"kinds": {"no_outcome": 2}}]},
-        {"rows": [{"no_such": 1}]},
-        {"rows": [{"kinds": {"reproduced": -2}}]},
-        {"rows": [{"failure_ids": "norm"}]},
+        {"rows": [{"attempts": [{"outcome": "no_outcome"}]}]},
+        {"rows": [{"attempts": -2}]},
+        {"rows": [{"failures": "norm"}]},
     ],
 )
 def test_history_damaged_line_is_named(edit: dict[str, Any], tmp_path: Path) -> None:
@@ -535,8 +509,10 @@ def test_nightly_takes_all_shards_and_misses_the_one_that_is_not_given(
     code, text = nightly_of("wed", shards("wed", 3.0)[1:])
     assert code == 3 and "Missing: 1 variant" in text and f"{KEY} on cpu" in text
     one, other = shards("thu", 4.0)
-    write(results / "thu-2", {"unfixed": KNOWN}, 4.0, case=CASE, cell_id=KEY)
-    assert nightly_of("thu", [one, other])[0] == 2, "a cell in both"
+    write(results / "thu-1", {"unfixed": PASSED}, 5.0)
+    for folders in ([one, other], [other, one]):
+        code, text = nightly_of("thu", folders)
+        assert code == 1 and "some-case: no_longer_reproduces" in text, "the newest result counts"
 
 
 def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Night) -> None:
@@ -613,11 +589,12 @@ def test_nightly_names_expectations_that_are_not_committed(
     assert code == 0 and "Not reviewed: 1 file" in text and "quarantine.yaml" in text
 
 
-def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:
+def test_nightly_a_run_replaces_the_one_of_the_same_id(results: Path, night: Night) -> None:
+    assert night("sun", {"unfixed": FIRED}, 0.5)[0] == 0
     for name, variants, started, code in (("mon", FIRED, 1.0, 0), ("tue", PASSED, 2.0, 1)):
         for again in ({"unfixed": variants}, None):
             assert night(name, again, started, "--run-id", "nightly")[0] == code
-    assert codes(results) == [("nightly", 0), ("nightly.2", 1)]
+    assert codes(results) == [("sun", 0), ("nightly", 1)]
 
 
 def test_nightly_quarantined_difference_passes_until_it_expires(
@@ -701,19 +678,19 @@ def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(
 ) -> None:
     other = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     at = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
-    both = f"case=fsdp-generate,{CASE}"
+    both, only = [f"cpu current {KEY}", f"cpu current {other['cell_id']}"], "case=fsdp-generate"
     write(results / "mon", {"unfixed": KNOWN}, **at)
-    for started, (name, texts, left, expected) in enumerate(
+    for started, (name, texts, left, planned, expected) in enumerate(
         (
-            ("mon", [both], None, 0),
-            ("tue", [both], None, 3),
-            ("thu", ["case=fsdp-generate"], None, 0),
-            ("wed", [both, "time_limit=60m"], [f"cpu current {KEY}"], 0),
+            ("mon", [], None, both, 0),
+            ("tue", [], None, both, 3),
+            ("thu", [only], None, both[1:], 0),
+            ("wed", ["time_limit=60m"], both[:1], both, 0),
         ),
         1,
     ):
         write(results / name, {"unfixed": EMBEDDING}, started, **other)
-        runs.note(results / name, [*texts, "hardware=cpu"], runs.ENDED, left)
+        runs.note(results / name, texts, runs.ENDED, left, planned=planned)
         code, text = night(name)
         assert code == expected and ("Missing: 1 variant" in text) == bool(expected), name
 

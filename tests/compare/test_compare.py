@@ -389,8 +389,17 @@ def test_forked_runs_with_noise_equal_those_of_torchrun(
     assert runs["forkserver"] == runs["command"]
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train.py",
+        pytest.param("other.py", marks=pytest.mark.slow),
+        pytest.param("first.py", marks=pytest.mark.slow),
+    ],
+)
 def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(
@@ -402,10 +411,7 @@ def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
         f"assert 'torch' not in __import__('sys').__dict__['modules']\n{SCRIPT}"
     )
     with CellRunner(print, threading.Event()) as runner:
-        for name in ("train.py", "other.py", "first.py"):
-            script = Script(
-                command_of_script(f"./{name}", 1), ScriptFailure(), tmp_path / "results"
-            )
-            side = compare.GoodSide(runner, script, stacks.resolve("current"), compare.Window(1))
-            launchers = {run.made["observation"]["attempt"]["launcher"] for run in side.noise}
-            assert launchers == {"command"} and not any(run.problem for run in side.noise), name
+        script = Script(command_of_script(f"./{name}", 1), ScriptFailure(), tmp_path / "results")
+        side = compare.GoodSide(runner, script, stacks.resolve("current"), compare.Window(1))
+        launchers = {run.made["observation"]["attempt"]["launcher"] for run in side.noise}
+        assert launchers == {"command"} and not any(run.problem for run in side.noise)

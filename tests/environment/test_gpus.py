@@ -172,11 +172,6 @@ def test_gpus_that_are_left_out_for_one_reason_are_one_line(machine: Detect) -> 
     assert machine(FakeNvml(gpus)).unusable == (lines[0],)
 
 
-def test_gpus_with_the_same_uuid_are_left_out(machine: Detect) -> None:
-    here = machine(FakeNvml([FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-a"), FakeGpu()]))
-    assert [gpu.index for gpu in here.gpus] == [2] and "same UUID" in str(here.left_out[0])
-
-
 def test_settle_names_the_reason_why_gpus_are_missing(machine: Detect) -> None:
     for name, gpus, visible, reason in [
         ("gpu2", [FakeGpu(), FakeGpu(mode="prohibited")], "0,1", "prohibited"),

@@ -77,8 +77,8 @@ def test_environment_is_private_to_the_attempt_and_its_stack(tmp_path: Path) -> 
         assert env[name].startswith(str(tmp_path / "stack"))
     settings = {
         **attempt.settings,
-        "device": "auto",
-        "backend": "auto",
+        "device": "cuda",
+        "backend": "nccl",
         "model": {"weights": "hub"},
     }
     attempt = dataclasses.replace(attempt, gpus=("GPU-1", "GPU-2"), settings=settings)

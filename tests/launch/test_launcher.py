@@ -300,7 +300,7 @@ def test_stale_lock_of_a_killed_rank_is_removed_and_that_of_a_living_one_stays(
     assert facts(launched(warm, attempt)) == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["torchrun", "forkserver"])
+@pytest.mark.parametrize("name", [pytest.param("torchrun", marks=pytest.mark.slow), "forkserver"])
 def test_killed_controller_leaves_nothing_after_the_next_run(tmp_path: Path, name: str) -> None:
     state, run_id = tmp_path / "state", f"run-{os.getpid()}-{name}"
     folder = state / "runs" / run_id / "a"
@@ -325,9 +325,17 @@ def test_killed_controller_leaves_nothing_after_the_next_run(tmp_path: Path, nam
     assert clear_leftovers(state) == []
 
 
-@pytest.mark.parametrize("launcher", ["forkserver", "torchrun"], indirect=True)
 @pytest.mark.parametrize(
-    ("devices", "backend", "apart"), [(1, "nccl", True), (2, "nccl", False), (1, "gloo", False)]
+    ("launcher", "devices", "backend", "apart"),
+    [
+        ("forkserver", 1, "nccl", True),
+        ("forkserver", 2, "nccl", False),
+        ("forkserver", 1, "gloo", False),
+        ("torchrun", 1, "nccl", True),
+        pytest.param("torchrun", 2, "nccl", False, marks=pytest.mark.slow),
+        pytest.param("torchrun", 1, "gloo", False, marks=pytest.mark.slow),
+    ],
+    indirect=["launcher"],
 )
 def test_ranks_that_share_a_gpu_over_nccl_are_hosts_of_their_own(
     tmp_path: Path, launcher: Launcher, devices: int, backend: str, apart: bool

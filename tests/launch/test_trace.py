@@ -392,6 +392,7 @@ for number, batch in enumerate(data):
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "end"), [("kill", None), ("raise", "exception"), ("workers", "window")]
 )

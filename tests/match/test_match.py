@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -84,6 +85,10 @@ PREFIXES = {
     "ray": "(RayTrainWorker pid=40{}, ip=10.0.0.{}) ",
     "docker": "worker-{}  | ",
     "pdsh": "node-{}: ",
+    "pdsh and torch": "node-1: [rank{}]: ",
+    "a number and torch": "1|[rank{}]: ",
+    "a pod and torch": "[pod/train-worker-1/pytorch] [rank{}]: ",
+    "a container and torch": "(train-1) [rank{}]:",
     "a time and torch": "2024-05-01T12:00:00.123Z [rank{}]: ",
     "colours": "\x1b[36m(WorkerDict pid=40{})\x1b[0m ",
 }
@@ -123,11 +128,8 @@ def test_recognize_with_prefixed_interleaved_ranks_separates_them(prefix: str) -
     (cause,), echoes = found.causes, [failure for failure in found.failures if failure.echo]
     assert cause.error.count == 3 and len(cause.error.places) == 2 and not cause.error.mixed
     assert [echo.error.type for echo in echoes] == ["RuntimeError"]
-    if prefix in (
-        PREFIXES["torch"],
-        PREFIXES["torchrun --tee"],
-        PREFIXES["mpirun"],
-        PREFIXES["srun --label"],
+    if prefix in map(PREFIXES.get, ("torchrun --tee", "mpirun", "srun --label")) or (
+        "[rank" in prefix
     ):
         assert cause.error.ranks == (0, 1, 3)
 
@@ -578,8 +580,7 @@ def test_match_of_a_crash_after_an_error_that_was_caught(
             (3, 1),
         ),
         (["Exception in thread Thread-3 (_monitor):", *OWN], (3, 1)),
-        ([f"Exception in thread Thread-3 (_monitor): {' '.join(OWN)}"], (3, 1)),
-        ([f"INFO generated sample: {' '.join(OWN)}"], (3, 1)),
+        ([f"INFO generated sample: {' '.join(OWN)}"], (3, 3)),
         ([f"ERROR generation of samples failed: {' '.join(OWN)}"], (1, 1)),
         (["[INFO] child process wandb-service exited with signal 15"], (3, 1)),
         (
@@ -724,40 +725,41 @@ def test_match_of_what_is_left_of_an_error_is_a_failure(
     )
 
 
-ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
+def test_recognize_of_a_traceback_in_records_of_json() -> None:
+    lines = [
+        json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"})
+        for line in UNIFORM
+    ]
+    assert answer(["step 1 loss 2.0", *lines]).names == ["fsdp-uniform-dtype"]
+    windows = [line.replace("/", "\\").replace("\\venv", "C:\\venv") for line in UNIFORM]
+    assert answer(["step 1 loss 2.0", *windows]).names == ["fsdp-uniform-dtype"]
+
+
+ESCAPED = "\\n".join(UNIFORM)  # line breaks are written as two characters
 
 
 @pytest.mark.parametrize(
     "lines",
     [
         [repr([f"{line}\n" for line in UNIFORM])],
-        [repr([f"{line}\n" for line in UNIFORM[1:]])],
-        ["[" + ",\n ".join(map(repr, UNIFORM)) + "]"],
-        ["[" + ",\n ".join(repr(f"{line}\n") for line in UNIFORM) + "]"],
-        [f"2026-01-01 ERROR the task failed: {ONE_LINE}"],
-        [f"reason: '{ONE_LINE}'"],
-        [
-            json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"})
-            for line in UNIFORM
-        ],
+        [f"2026-01-01 ERROR the task failed: {ESCAPED}"],
+        [f"reason: '{ESCAPED}'"],
         [json.dumps({"step": 1, "exception": " ".join(UNIFORM)})],
+        [json.dumps({"log": "\n".join(UNIFORM)})[:300]],
+        ['{"log":', json.dumps("\n".join(UNIFORM))],
         [" ".join(UNIFORM)],
         [" ".join(f"[rank1]: {line}" for line in UNIFORM)],
         [f"ERROR the task failed: {' '.join(UNIFORM)} {' '.join(ECHO)}"],
-        [line.replace("/", "\\").replace("\\venv", "C:\\venv") for line in UNIFORM],
+        [f"Exception in thread Thread-3 (_monitor): {' '.join(OWN)}"],
     ],
 )
-def test_recognize_of_a_traceback_that_was_printed_as_a_value(lines: list[str]) -> None:
-    assert answer(["step 1 loss 2.0", *"\n".join(lines).split("\n")]).names == [
-        "fsdp-uniform-dtype"
-    ]
-
-
-def test_recognize_of_two_ranks_on_one_line_names_their_error() -> None:
-    found = answer(["".join(line for line in UNIFORM for _ in range(2))])
-    (failure,) = found.failures
-    assert not found.names and [item.case for item in failure.perhaps] == ["fsdp-uniform-dtype"]
-    assert failure.error.mixed and failure.error.message.count("Must flatten") == 1
+def test_match_of_a_traceback_that_is_on_one_line_says_what_to_do(
+    lines: list[str], match: Match
+) -> None:
+    code, out, _ = match(["step 1 loss 2.0", *lines])
+    assert code in (1, 2) and "no failure" not in out and "cannot be read: a " in out
+    (found,) = json.loads(match(["step 1 loss 2.0", *lines], "--json")[1])
+    assert found["unread"] and not found["recognized"]
 
 
 @pytest.mark.parametrize(
@@ -1012,14 +1014,13 @@ def test_the_own_wording_of_a_case_is_not_another_wording_of_it() -> None:
         (b"", 2),
         (b"\n\n\n", 3),
         (gzip.compress(WELL), 0),
-        ("\n".join(UNIFORM).encode("utf-16"), 0),
         (WELL.replace(b"\n", b"\r\n"), 0),
         (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0),
         (b"x" * 3_000_000 + b"\n" + WELL, 0),
         ("Fehler über \xff\n".encode("latin-1") + WELL, 0),
         (b"\0" * 5000 + WELL.replace(b"dtype", b"dt\0ype"), 0),
     ],
-    ids=["0 bytes", "blank", "gzip", "utf-16", "CRLF", "a bar", "a long line", "latin-1", "zeros"],
+    ids=["0 bytes", "blank", "gzip", "CRLF", "a bar", "a long line", "latin-1", "zeros"],
 )
 def test_match_of_any_encoding_reads_it(
     content: bytes, code: int, match: Match, monkeypatch: pytest.MonkeyPatch
@@ -1032,8 +1033,14 @@ def test_match_of_any_encoding_reads_it(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:20], "end-of-stream")],
-    ids=["binary", "cut gzip"],
+    [
+        (bytes(range(256)) * 40, "Unpack it first"),
+        (gzip.compress(WELL)[:20], "Unpack what is left: gzip -dc"),
+        (gzip.compress(WELL * 5000)[:-9], "Unpack what is left: gzip -dc"),
+        ("\n".join(UNIFORM).encode("utf-16"), "Convert it first: iconv"),
+        (b'{"log": "' + b"a" * (17 << 20), "a record a line: jq -c"),
+    ],
+    ids=["binary", "cut gzip", "long cut gzip", "utf-16", "long JSON"],
 )
 def test_match_of_something_else_exits_2(
     content: bytes, message: str, match: Match, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -1044,24 +1051,6 @@ def test_match_of_something_else_exits_2(
         cli.main(["match", str(tmp_path / "none.log")]) == 2
         and "No such file" in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize("before", [0, 50, 5_000, 100_000])
-def test_match_of_a_damaged_gzip_file_reads_what_is_before_the_damage(
-    before: int, match: Match
-) -> None:
-    text = (
-        b"".join(b"step %d: loss %d\n" % (step, hash((step, 1)) % 10**9) for step in range(before))
-        + WELL
-    )
-    code, out, err = match(
-        gzip.compress(text)[:-9]
-    )  # the error is in the last lines, its end is cut off
-    assert code == 0 and "fsdp-uniform-dtype" in out
-    assert "end-of-stream" in err
-    assert (
-        match(gzip.compress(b"step 1 loss 2.0\n" * (before + 1))[:-9])[0] == 2
-    )  # perhaps it failed later
 
 
 @pytest.mark.parametrize("prefix", ["[rank{}]: ", ""])
@@ -1338,14 +1327,21 @@ def test_rules_name_cases_of_the_catalog_and_threads() -> None:
 
 
 @cache
-def tails() -> dict[str, tuple[frozenset[str], str]]:
-    """Every different log tail that is published -> (the cases that its attempt shows by its
+def tails(part: int) -> dict[str, tuple[frozenset[str], str]]:
+    """Every different log tail that is published, if ``part`` divides its checksum -> (the cases that its attempt shows by its
     records, where it is)."""
     found: dict[str, tuple[frozenset[str], str]] = {}
     for document in Store(BASELINE).documents():
         case = CASES.get(document["case"])
         for name, variant in document["variants"].items() if case else ():
             for attempt in variant["attempts"]:
+                ranks = [
+                    rank
+                    for rank in attempt["observation"]["ranks"]
+                    if rank.get("log_tail") and zlib.crc32(rank["log_tail"].encode()) % part == 0
+                ]
+                if not ranks:
+                    continue
                 outcome = (
                     grade.grade(case, name, attempt["observation"], CASES)
                     if name in case.variants
@@ -1354,7 +1350,7 @@ def tails() -> dict[str, tuple[frozenset[str], str]]:
                 right = (
                     frozenset(item.case for item in outcome.recognized) if outcome else frozenset()
                 )
-                for rank in attempt["observation"]["ranks"]:
+                for rank in ranks:
                     tail = rank.get("log_tail") or ""
                     if tail:
                         before, where = found.get(tail, (frozenset(), document["path"]))
@@ -1362,9 +1358,13 @@ def tails() -> dict[str, tuple[frozenset[str], str]]:
     return found
 
 
-def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
+@pytest.mark.parametrize(
+    ("part", "least"), [(5, 60), pytest.param(1, 300, marks=pytest.mark.slow)], ids=["fifth", "all"]
+)
+def test_recognize_of_every_published_log_tail_is_right_or_nothing(part: int, least: int) -> None:
+    """The gate reads a fifth of them: those whose checksum is divisible by ``part``."""
     wrong, missed, named = [], [], 0
-    for tail, (right, where) in tails().items():
+    for tail, (right, where) in tails(part).items():
         found = answer(tail.split("\n"))
         names = set(found.names)
         if names - right:
@@ -1383,7 +1383,7 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         }
         if raised and known and not names and not possible(found) & right:
             missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
-    assert (wrong, missed) == ([], []) and named > 300
+    assert (wrong, missed) == ([], []) and named > least
 
 
 # Probe of the survey of a real GPU -> what its log shows; of the others: nothing.

@@ -86,11 +86,11 @@ def test_model_sizes_are_the_published_ones(model: str, billions: float) -> None
 
 
 def test_model_sizes_with_checkpointing_and_lora_need_less() -> None:
-    plain = plan(TWO_LAYERS, layout("ddp", 2)).host_node
+    plain = plan(TWO_LAYERS, layout("ddp", 2), "host").host_node
     assert sizes_of("llama-2-7b", checkpointing=True).activation_bytes(1) < sizes_of(
         "llama-2-7b"
     ).activation_bytes(1)
-    assert plan(replace(TWO_LAYERS, trained=0.01), layout("ddp", 2)).host_node < plain
+    assert plan(replace(TWO_LAYERS, trained=0.01), layout("ddp", 2), "host").host_node < plain
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_model_sizes_with_checkpointing_and_lora_need_less() -> None:
 def test_plan_is_near_the_measured_peak(
     model: ModelSizes, strategy: str, measured_gib: float
 ) -> None:
-    need = plan(model, layout(strategy, 2))
+    need = plan(model, layout(strategy, 2), "host")
     assert 0.9 < sum(need.host.values()) / GIB / measured_gib < 1.3
 
 

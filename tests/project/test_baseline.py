@@ -4,39 +4,47 @@ it matches."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from repro_matrix.baseline.accept import ATTEMPTS, publication, published_place
 from repro_matrix.baseline.derivation import unsupported
+from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.selection import parse_overrides
 from repro_matrix.grading import expected as expect
 from repro_matrix.grading import root_cause, verdict
 from repro_matrix.grading.expected import as_expected
 from repro_matrix.grading.nearest import Basis
-from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.document import validate_cell
 from repro_matrix.results.store import Store
 from repro_matrix.results.summary import load_rows
 
-pytestmark = pytest.mark.xdist_group("baseline")  # read and judged once
+pytestmark = [
+    pytest.mark.xdist_group("baseline"),  # read and judged once
+    pytest.mark.usefixtures("published_grades"),
+]
 CATALOGUE = catalogue.load()
 
 
 @cache
 def documents() -> list[dict[str, Any]]:
-    return list(Store(BASELINE).documents())
+    return [
+        {**each, "path": str(Path(each["path"]).relative_to(BASELINE))}
+        for each in Store(BASELINE).documents()
+    ]
 
 
-@cache
-def judged() -> list[Any]:
-    """Grade all of them anew, once, because it takes seconds. No test changes the result."""
-    return regrade(documents(), CATALOGUE.cases)
+@pytest.fixture
+def judged(published_grades: Callable[[Path], dict[str, Any]]) -> list[Any]:
+    """Return all of them graded anew. No test changes them."""
+    return list(published_grades(BASELINE).values())
 
 
 @cache
@@ -90,8 +98,8 @@ def test_failure_has_a_stored_observation_that_its_signature_matches(case: str) 
     )
 
 
-def test_signatures_match_other_cases_only_as_declared() -> None:
-    for document in judged():
+def test_signatures_match_other_cases_only_as_declared(judged: list[Any]) -> None:
+    for document in judged:
         case = CATALOGUE.cases[document["case"]]
         for attempt in document["variants"].get("unfixed", {}).get("attempts", []):
             outcome = attempt["outcome"]
@@ -107,30 +115,37 @@ def test_signatures_match_other_cases_only_as_declared() -> None:
                 )
 
 
-def test_expectations_have_stored_results_and_a_missing_or_changed_one_is_named() -> None:
+def test_expectations_have_stored_results_and_a_missing_or_changed_one_is_named(
+    judged: list[Any],
+) -> None:
+    """An expectation that several documents end is tried with one of them."""
     for slug, case in CATALOGUE.cases.items():
-        own = {published_place(d): d for d in judged() if d["case"] == slug}
+        own = {published_place(d): d for d in judged if d["case"] == slug}
         assert unsupported(case, own) == []
-        for key, document in own.items():
+        ended = {str(_ends(case, document)): key for key, document in own.items()}
+        for ends, key in ended.items():
+            document = own[key]
             others = {at: each for at, each in own.items() if at != key}
             verdicts = {
                 variant: {**found, "name": "FLAKY"}
                 for variant, found in document["verdicts"].items()
             }
-            if _ends(case, document):
+            if ends != "[]":
                 assert unsupported(case, others), document["path"]
                 assert unsupported(case, {**own, key: {**document, "verdicts": verdicts}}), (
                     document["path"]
                 )
 
 
-def _ends(case: Any, document: dict[str, Any]) -> bool:
+def _ends(case: Any, document: dict[str, Any]) -> list[int]:
+    """Return the numbers of the expectations whose first or last release it measured."""
     have = document["stack"]["versions"]
-    return any(
-        document["params"] in entry.cells
+    return [
+        number
+        for number, entry in enumerate(case.expect)
+        if document["params"] in entry.cells
         and any(end.items() <= have.items() for end in entry.measured_at)
-        for entry in case.expect
-    )
+    ]
 
 
 def _results(document: dict[str, Any]) -> Any:
@@ -142,16 +157,24 @@ def _results(document: dict[str, Any]) -> Any:
     return outcomes, {name: as_expected(verdict["name"]) for name, verdict in verdicts}
 
 
-def test_regrade_and_publication_of_the_baseline_change_nothing() -> None:
-    held = judged()
+def test_regrade_and_publication_of_the_baseline_change_nothing(judged: list[Any]) -> None:
+    held = judged
     stored = {document["path"]: document for document in documents()}
     assert held and all(_results(each) == _results(stored[each["path"]]) for each in held)
     given = {document["case"]: document for document in held}
     assert publication(CATALOGUE.cases, held, given.values(), "as it is").dropped == []
 
 
-def test_baseline_agrees_with_its_expectations() -> None:
-    for document in judged():
+def test_regrade_of_the_baseline_finds_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["regrade", "--baseline"]) == 0 and main(["regrade", str(tmp_path)]) == 2, (
+        capsys.readouterr().out
+    )
+
+
+def test_baseline_agrees_with_its_expectations(judged: list[Any]) -> None:
+    for document in judged:
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
         at = (document["stack"]["versions"], hardware["profile"], hardware.get("capabilities", {}))
         for variant, stored in document["verdicts"].items():
@@ -177,10 +200,12 @@ COVERED = ("current", "torch2.2-tf4.36", "torch2.2-tf4.39", "torch2.6-tf4.51", "
 
 
 @pytest.mark.parametrize("stack", COVERED)
-def test_named_stack_has_each_cell_measured_or_skipped_with_a_reason(stack: str) -> None:
-    rows = [row for row in load_rows(BASELINE) if row.stack.name == stack]
+def test_named_stack_has_each_cell_measured_or_skipped_with_a_reason(
+    stack: str, published_rows: None
+) -> None:
+    own = [row for row in load_rows(BASELINE) if row.stack.name == stack]
     cells = {cell.key for cell in enumerate_cells(CATALOGUE, parse_overrides([f"stack={stack}"]))}
-    assert cells - {row.cell_id for row in rows} == set()
+    assert cells - {row.cell_id for row in own} == set()
     assert [
-        row.cell_id for row in rows if not row.skipped and len(row.evidence_attempts) < ATTEMPTS
+        row.cell_id for row in own if not row.skipped and len(row.evidence_attempts) < ATTEMPTS
     ] == []

@@ -12,6 +12,7 @@ from bench import catalogue, chromium, launch, match, probe, report
 from bench.plants import table
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_launch_measures_both_launchers(tmp_path: Path) -> None:
     out = tmp_path / "launch.json"
@@ -22,6 +23,7 @@ def test_launch_measures_both_launchers(tmp_path: Path) -> None:
     assert row["cold"]["cpu_s"] > row["forkserver"]["cpu_s"] > 0 and row["server"]["cpu_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_catalogue_runs_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
@@ -55,6 +57,7 @@ def test_match_reads_every_kind_of_log(tmp_path: Path) -> None:
     assert [bool(row["names"]) for row in rows] == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_report_times_the_baseline_and_synthetic_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

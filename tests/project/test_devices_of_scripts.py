@@ -77,6 +77,7 @@ def mixtures(found: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
+@pytest.mark.slow
 def test_rotary_tables_and_ignored_parameters_are_on_the_gpu(tmp_path: Path) -> None:
     """Two mixtures that this found: what a reference's forward left in the model, and what FSDP
     does not move."""
@@ -99,10 +100,8 @@ PLANTS = {
 }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PLANTS if name != "inputs"]
-
-
-@pytest.mark.parametrize("plant", ["inputs", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS)
 def test_planted_mixture_is_found(plant: str, tmp_path: Path) -> None:
     words = ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp"]
     errors = mixtures(run_on_made_up_gpus(tmp_path, *words, plant=plant)[1])

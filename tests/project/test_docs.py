@@ -131,6 +131,8 @@ def test_log_in_the_readme_is_answered_with_these_lines(capsys: pytest.CaptureFi
     assert len(lines) > 5 and lines == [line for line in answer if line in lines]
 
 
+@pytest.mark.xdist_group("baseline")
+@pytest.mark.usefixtures("published_rows")
 def test_answer_in_the_readme_is_what_the_published_results_show() -> None:
     shown = pictures.ANSWER.search(TEXTS["README.md"])
     assert shown and len(shown[0].splitlines()) > 8

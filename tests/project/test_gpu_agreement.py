@@ -3,7 +3,14 @@ is explained."""
 
 from __future__ import annotations
 
+import pytest
+
 from bench import agreement
+
+pytestmark = [
+    pytest.mark.xdist_group("baseline"),
+    pytest.mark.usefixtures("published_rows"),
+]
 
 
 def test_page_is_computed_from_the_stored_runs() -> None:
@@ -12,7 +19,7 @@ def test_page_is_computed_from_the_stored_runs() -> None:
 
 def test_every_disagreement_is_explained_and_nothing_else() -> None:
     runs = agreement.compared()
-    found = [(run, gpu.key, gpu.variant) for run, _, gpu in agreement.disagreements(runs)]
+    found = [(run, gpu.cell_id, gpu.variant) for run, _, gpu in agreement.disagreements(runs)]
     assert sorted(found) == sorted(agreement.explanations())
     counts = [
         sum(each) for each in zip(*(case.counts for cases in runs.values() for case in cases))

@@ -25,6 +25,7 @@ def only(*patterns: str) -> list[str]:
     return [word for pattern in patterns for word in ("--only", pattern)]
 
 
+@pytest.mark.slow
 def test_survey_without_a_gpu_records_stand_ins_and_skips_the_rest(tmp_path: Path) -> None:
     out = tmp_path / "survey.json"
     patterns = only(
@@ -65,6 +66,7 @@ def test_survey_without_a_gpu_records_stand_ins_and_skips_the_rest(tmp_path: Pat
     assert probes["nccl.two_hosts.fsdp1"] == {"status": "skipped", "reason": "no GPU"}
 
 
+@pytest.mark.slow
 def test_survey_that_is_killed_keeps_every_finished_probe(tmp_path: Path) -> None:
     out = tmp_path / "survey.json"
     command = [*COMMAND, "--out", str(out), *only("wait.*", "gloo.*")]

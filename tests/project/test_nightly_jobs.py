@@ -30,6 +30,7 @@ NIGHTLY = ROOT / ".github" / "workflows" / "nightly.yml"
 SCHEMAS = {
     NIGHTLY: "vendor.github-workflows",
     NIGHTLY.with_name("ci.yml"): "vendor.github-workflows",
+    NIGHTLY.with_name("exhaustive.yml"): "vendor.github-workflows",
     ROOT / "docs" / "guides" / "nightly.gitlab.yml": "vendor.gitlab-ci",
     ACTION: "vendor.github-actions",
 }
@@ -97,6 +98,17 @@ def test_job_plans_attempts_on_the_gpus_of_its_machine(
     # Tiny models need no memory plan; at full size see tests/planning/test_memory.py.
     assert all(0 < v.deadline <= 300 and v.settings["model"]["scale"] == "tiny" for v in launched)
     assert {v.cell.hardware for v in launched} <= {profile.name for profile in prepared.profiles}
+
+
+def test_exhaustive_workflow_has_each_older_stack_and_calls_targets_of_make() -> None:
+    jobs = yaml.safe_load(NIGHTLY.with_name("exhaustive.yml").read_text(encoding="utf-8"))["jobs"]
+    shipped = {path.stem for path in (ROOT / "conf" / "stack").glob("torch*.yaml")}
+    assert set(jobs["older-stacks"]["strategy"]["matrix"]["stack"]) == shipped
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {
+        step["run"].split()[1] for job in jobs.values() for step in job["steps"] if "run" in step
+    }
+    assert {"test-all", "smoke", "crowded"} <= called <= targets
 
 
 def validate(path: Path, schema: str) -> subprocess.CompletedProcess[str]:

@@ -14,10 +14,9 @@ import pytest
 from report_cells import HOSTILE, cell, head, skipped_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
-from repro_matrix.changes.sides import from_row
 from repro_matrix.paths import ROOT
+from repro_matrix.report.page import render_file, render_site
 from repro_matrix.report.page_model import CellView, build_page
-from repro_matrix.report.render import render_file, render_site
 
 from bench import chromium
 from bench.chromium import Chromium
@@ -66,10 +65,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         cell(case="hostile", title=LONG, error=LONG),
         skipped_cell(case="a-name-of-a-case-that-is-longer-than-a-phone-is-wide-and-then-some"),
     ]
-    runs = [
-        make_run(f"night {n}", [from_row(row) for one in cells[:n] for row in one.rows])
-        for n in (1, 8)
-    ]
+    runs = [make_run(f"night {n}", [row for one in cells[:n] for row in one.rows]) for n in (1, 8)]
     claims = [
         ClaimRow("old", "1a", "the lock is the cause", "a/b#1", "supported", "2 measurements")
     ]

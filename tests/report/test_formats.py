@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 from hypothesis import given, settings
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
 from report_cells import HOSTILE, cell, head, skipped_cell
 from repro_matrix.baseline.claims import ClaimRow
+from repro_matrix.config import catalog
 from repro_matrix.paths import RESULTS
-from repro_matrix.report.formats import MOST, Remarks, report_to_json, to_junit, to_markdown
+from repro_matrix.report.formats import MOST, report_to_json, to_junit, to_markdown
+from repro_matrix.report.load import Remarks, Results
 from repro_matrix.report.page_model import CellView
 
 REMARKS = Remarks(["x.json: damaged"], ["run: interrupted"], ["entry expired"], ["a note"])
@@ -66,16 +70,21 @@ def test_every_format_reads_hostile_text() -> None:
     cells = [cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, model=HOSTILE, title=HOSTILE), away]
     remarks = Remarks([HOSTILE], [HOSTILE], [HOSTILE], [HOSTILE])
     assert JUnitXml.fromstring(to_junit(cells, head(cells), remarks).encode())
-    assert json.loads(report_to_json(cells, head(cells), (), (), "now", remarks))["rows"]
+    assert json.loads(report_to_json(results(cells, remarks=remarks)))["rows"]
     markdown = to_markdown(head([*cells, skipped_cell("", case="away")]), HOSTILE, remarks)
     assert "\x1b" not in markdown and "\\<img" in markdown and "NOT MEASURED" in markdown
 
 
+def results(cells: Sequence[CellView], **more: Any) -> Results:
+    found: dict[str, Any] = {"remarks": Remarks(), "claims": (), **more}
+    return Results(
+        [Path("results/x")], catalog.load(), head(cells), cells, stored_cases=set(), **found
+    )
+
+
 def test_json_is_valid_by_its_schema() -> None:
     claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "supported", "2 measurements")
-    value = json.loads(
-        report_to_json(mixed(), head(mixed()), [claim], ["results/x"], "now", REMARKS)
-    )
+    value = json.loads(report_to_json(results(mixed(), claims=[claim], remarks=REMARKS)))
     jsonschema.validate(
         value,
         json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")),

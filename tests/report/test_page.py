@@ -16,12 +16,11 @@ from observations import document, observation, ok
 from report_cells import HOSTILE, cell, head, rows, skipped_cell, stored_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
-from repro_matrix.changes.sides import from_row
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
+from repro_matrix.report.page import render_file, render_site
 from repro_matrix.report.page_model import CellView, Page, build_page, cells_of
-from repro_matrix.report.render import render_file, render_site
 from repro_matrix.report.terminal import LABELS
 from repro_matrix.text import block, line
 
@@ -320,16 +319,15 @@ def test_what_helps_counts_only_where_the_failure_reproduces() -> None:
 
 def test_earlier_runs_are_a_strip_for_each_case() -> None:
     names = ["FIXED", "INCONCLUSIVE", "NOT_FIXED"]
-    runs = [
-        make_run(f"run {n}", [from_row(row) for row in cell(name).rows])
-        for n, name in enumerate(names)
-    ]
+    runs = [make_run(f"run {n}", [row for row in cell(name).rows]) for n, name in enumerate(names)]
     with_runs = page(cell(), runs=runs)
     assert [state for _, state in with_runs.cases[0].past] == ["reproduces"] * 3
     assert Document(render_file(with_runs)).find("td", class_="more runs") == ["RRR"]
     assert not page(cell(), runs=runs[:1]).runs
 
 
+@pytest.mark.xdist_group("baseline")
+@pytest.mark.usefixtures("published_rows")
 def test_pictures_show_the_page_of_today() -> None:
     stored = json.loads(pictures.DIGESTS.read_text(encoding="utf-8"))
     assert stored == pictures.digests(pictures.report()), (

@@ -11,12 +11,12 @@ import pytest
 from junitparser import JUnitXml
 from report_cells import rows, stored_cell
 from repro_matrix.changes import history
-from repro_matrix.changes.sides import from_row
 from repro_matrix.cli.main import main
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
+from repro_matrix.report import formats
+from repro_matrix.report.page import write_site
 from repro_matrix.report.page_model import cells_of
-from repro_matrix.report.render import write_site
 from repro_matrix.results import runs
 from repro_matrix.results.store import write_json
 
@@ -65,6 +65,28 @@ def test_report_writes_a_page_a_site_and_the_formats(
             == 0
         )
         assert (folder.parent / name).stat().st_size > 50
+
+
+def test_another_distribution_adds_a_format(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = tmp_path / "plugin"
+    (site / "slugs-1.0.dist-info").mkdir(parents=True)
+    (site / "slugs.py").write_text(
+        "def slugs(found):\n    return found.title + ''.join(row.case for row in found.headline.rows[:1])\n"
+    )
+    (site / "slugs-1.0.dist-info" / "METADATA").write_text("Name: slugs\nVersion: 1.0\n")
+    (site / "slugs-1.0.dist-info" / "entry_points.txt").write_text(
+        f"[{formats.GROUP}]\nslugs = slugs:slugs\n"
+    )
+    assert main(["report", str(folder), "--format", "slugs"]) == 2, "not installed"
+    monkeypatch.syspath_prepend(str(site))
+    capsys.readouterr()
+    assert main(["report", str(folder), "--format", "slugs"]) == 0
+    assert capsys.readouterr().out == f"repro-matrix: run mine{SLUG}"
 
 
 @pytest.mark.parametrize(
@@ -178,14 +200,15 @@ def test_report_shows_the_history_of_nightly_runs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = cells_of(rows(stored_cell("NOT_FIXED", case=SLUG)))
-    run = history.make_run("this run", [from_row(row) for one in stored for row in one.rows], 0)
+    run = history.make_run("this run", [row for one in stored for row in one.rows], 0)
     history.store_run(tmp_path, run)
     command = ["report", str(folder), "--history", str(tmp_path)]
     assert main([*command, "--format", "text"]) == 0
     assert "has no earlier run that passed" in " ".join(capsys.readouterr().out.split()), (
         "not compared with itself"
     )
-    history.store_run(tmp_path, replace(run, run_id="monday", started=run.started - 9))
+    earlier = tuple(replace(row, started=row.started - 9) for row in run.rows)
+    history.store_run(tmp_path, replace(run, run_id="monday", rows=earlier))
     assert main(command) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert "monday" in text and "these results" in text and "this run" not in text

@@ -7,13 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from repro_matrix import git as git_module
 from repro_matrix import paths
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import project
 from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
-from repro_matrix.results import runs, store
+from repro_matrix.results import runs
 
 TEAM = Path(__file__).parents[1] / "team"  # a repository with a catalogue of its own
 
@@ -53,6 +54,7 @@ def test_torchrun_line_of_a_project_finds_kit_and_files(team: Path) -> None:
         "model": {"slug": "our-head"},
         "strategy": {"slug": "by-hand"},
         "tp_size": 1,
+        "device": "cpu",
         "steps": 1,
         "seed": 0,
         "flags": {},
@@ -137,21 +139,23 @@ def test_git_state_of_a_failing_git_is_not_clean(
     git(team, "commit", "-qm", "one")
 
     def state() -> tuple[str | None, bool]:
-        return store._commit_state(team, [team / "failures"])
+        return git_module._commit_state(team, [team / "failures"])
 
     commit, changed = state()
-    assert commit and not changed and store.since(commit, team, [script]) is None
+    assert commit and not changed and git_module.since(commit, team, [script]) is None
     git(team, "config", "status.showUntrackedFiles", "no")
     added.write_text("1\n")
-    assert state() == store.git_state() == (commit, True)
+    assert state() == git_module.git_state() == (commit, True)
     added.unlink()
     script.write_text("pass\n")
     monkeypatch.setenv("GIT_DIR", str(paths.ROOT / ".git"))  # as in a git hook
     monkeypatch.setenv("GIT_WORK_TREE", str(paths.ROOT))
     assert state() == (commit, True)
     changed_file = f"failures/scripts/odd_batch.py has changed since commit {commit[:12]}"
-    assert store.since(commit, team, [script]) == changed_file
-    assert store.since("f" * 40, team, [script]) == f"commit {'f' * 12} is not in this repository"
+    assert git_module.since(commit, team, [script]) == changed_file
+    assert (
+        git_module.since("f" * 40, team, [script]) == f"commit {'f' * 12} is not in this repository"
+    )
     monkeypatch.delenv("GIT_DIR")
     monkeypatch.delenv("GIT_WORK_TREE")
     (team / ".git" / "index").write_text("garbage")

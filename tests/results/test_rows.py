@@ -216,14 +216,6 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
     assert found and all(rows[0].evidence in text or how == "verdict" for text in found)
 
 
-def test_regrade_of_the_baseline_finds_no_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["regrade", "--baseline"]) == 0 and main(["regrade", str(tmp_path)]) == 2, (
-        capsys.readouterr().out
-    )
-
-
 @pytest.mark.parametrize("how", ["missing", "older", "edited", "lacks a cell"])
 def test_rows_of_stacks_does_not_trust_a_summary_that_is_behind_its_evidence(
     how: str,

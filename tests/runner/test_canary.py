@@ -17,11 +17,11 @@ from repro_matrix.errors import MeasureError
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.records.outcome import Outcome
+from repro_matrix.runner import canaries, session
 from repro_matrix.runner import run as workspace
-from repro_matrix.runner import session
+from repro_matrix.runner.canaries import PLANTED, canary_catalogue, canary_problem, wrong_canaries
 from repro_matrix.runner.engine import RunTotals
-from repro_matrix.runner.run import PLANTED, canary_catalogue, canary_problem, wrong_canaries
-from repro_matrix.runner.session import Session
+from repro_matrix.runner.prepared import Session
 from test_engine import CATALOGUE, STACK
 
 LIES = [{"check": "sum"}]
@@ -159,7 +159,7 @@ class Canaries:
             return RunTotals(documents=found)
 
         monkeypatch.setattr(
-            workspace, "Engine", lambda *_: type("Fake", (), {"run": staticmethod(run)})
+            canaries, "Engine", lambda *_: type("Fake", (), {"run": staticmethod(run)})
         )
         place: Any = type("Place", (), {"run_dir": Path("nowhere")})
         self.problem = canary_problem(prepared, place, threading.Event())

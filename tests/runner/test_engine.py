@@ -33,8 +33,9 @@ from repro_matrix.results.store import Store, code_hashes
 from repro_matrix.runner.attempts import Workplace
 from repro_matrix.runner.engine import Engine, Event, RunTotals
 from repro_matrix.runner.gpu_pool import GpuLocks
+from repro_matrix.runner.prepared import Session
 from repro_matrix.runner.schedule import Took
-from repro_matrix.runner.session import Session, seconds_of
+from repro_matrix.runner.session import seconds_of
 
 CATALOGUE = catalogue.load()
 STACK = Stack(

@@ -9,16 +9,16 @@ from typing import Any
 
 from observations import case, document, failed, observation, ok, summary_rows
 from repro_matrix.launch.observe import EITHER
-from repro_matrix.runner import attempts
+from repro_matrix.runner import attempts, documents
 from repro_matrix.runner.attempts import (
     BLOCKING,
     GPU_FAILURE,
     LONGER,
     OTHER_GPUS,
     TOO_SLOW,
-    missing_attempts,
     plan_retry,
 )
+from repro_matrix.runner.documents import missing_attempts
 
 CASE = case()
 REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
@@ -59,7 +59,7 @@ def kept(
 ) -> tuple[dict[str, int], float]:
     """Variant -> how many attempts were kept; when the document says that it was begun."""
     new = now or begun()
-    attempts.take_over(new, before, at or plan(), {CASE.slug: CASE})  # type: ignore[arg-type]
+    documents.take_over(new, before, at or plan(), {CASE.slug: CASE})  # type: ignore[arg-type]
     return {name: len(variant["attempts"]) for name, variant in new["variants"].items()}, new[
         "provenance"
     ]["started"]

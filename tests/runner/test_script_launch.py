@@ -355,8 +355,20 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
             "reproduced",
             "compared on 2 ranks; wrong: weight, gradient of weight",
         ),
-        ("signs", REPLICAS, "reproduced", "compared on 2 ranks; wrong: gradient of weight"),
-        ("alone", REPLICAS, "infra_error", "not checked: no process group was created"),
+        pytest.param(
+            "signs",
+            REPLICAS,
+            "reproduced",
+            "compared on 2 ranks; wrong: gradient of weight",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "alone",
+            REPLICAS,
+            "infra_error",
+            "not checked: no process group was created",
+            marks=pytest.mark.slow,
+        ),
         (
             "frozen",
             REPLICAS,
@@ -366,7 +378,7 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
                 " 2 parameters that no optimizer has stepped on were not compared; wrong: 0.base"
             ),
         ),
-        ("frozen nan", FINITE, "reproduced", "wrong: 0.base"),
+        pytest.param("frozen nan", FINITE, "reproduced", "wrong: 0.base", marks=pytest.mark.slow),
         pytest.param(
             "frozen", FINITE, "passed", "parameters_finite: 3 tensors", marks=pytest.mark.slow
         ),
@@ -460,7 +472,7 @@ PADDED = (
     [
         ("sampler", 2, "passed", PADDED),
         ("stream", 0, "reproduced", "wrong: epochs 0, 1: 16 samples shared by ranks 0, 1"),
-        ("accelerate", 0, "passed", PADDED),
+        pytest.param("accelerate", 0, "passed", PADDED, marks=pytest.mark.slow),
         pytest.param("sampler", 0, "passed", PADDED, marks=pytest.mark.slow),
         pytest.param(
             "none",

@@ -1,9 +1,9 @@
-"""Check stored results, and decide what `repro accept` publishes of them.
+"""Check stored results, and decide what `repro accept` publishes.
 
-What is published is what every later run is compared with: it comes from committed code, from
-enough attempts to be more than chance, from one machine, and from evidence that does not contradict
-itself. Of a version map's releases that agree, the first and the last are published; what shows
-nothing stable only where it ends the range of a neighbor.
+Every later run is compared with the published results. They come from committed code, from enough
+attempts to be more than chance, from one machine, and from evidence that does not contradict
+itself. If several releases of a version map agree, the first and the last are published; a result
+that shows nothing stable is published only if it ends the range of a neighbor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from repro_matrix import git
 from repro_matrix.baseline.derivation import (
     expectations,
     is_whole,
@@ -40,18 +41,10 @@ from repro_matrix.results.store import Store
 from repro_matrix.text import counted
 
 ATTEMPTS = 3  # of each variant that ran; fewer may be chance
-SUSPICIOUS = (
-    "SIGNATURE_MISMATCH",
-    "FIX_BREAKS",
-)  # may be an error of the case or of the machine: only on request
-COMPARED = (
-    "outcome",
-    "verdict",
-    "failures",
-    "skipped",
-    "measured",
-    "unseen",
-)  # of stored rows, by `repro regrade`
+# May be an error of the case or of the machine: published only on request.
+SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")
+# Of stored rows, by `repro regrade`.
+COMPARED = ("outcome", "verdict", "failures", "skipped", "measured", "unseen")
 
 
 # Checks
@@ -128,8 +121,10 @@ def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[st
 
 
 def inconsistencies(document: Document) -> Iterator[str]:
-    """Yield how a document's evidence contradicts itself: it was edited, or assembled from several
-    measurements."""
+    """Yield how a document's evidence contradicts itself.
+
+    It was edited, or assembled from several measurements.
+    """
     seen: set[str] = set()
     for name, variant in document["variants"].items():
         settings = variant.get("settings") or {}
@@ -198,10 +193,12 @@ Findings = dict[str, list[str]]  # by their kind
 def regrade_folder(
     folder: Path, cases: Mapping[str, Case], with_expectations: bool = False
 ) -> tuple[list[Row], Findings]:
-    """Grade every cell of a folder anew. Return the rows as computed now, and what is wrong:
-    ``damaged`` evidence, that cannot be read; ``edited`` evidence, that contradicts itself;
-    ``differences`` of stored rows; ``unsupported`` expectations, which no stored result shows
-    (``with_expectations``)."""
+    """Grade every cell of a folder anew; return the rows and the problems.
+
+    Problems by kind: ``damaged`` evidence, that cannot be read; ``edited`` evidence, that
+    contradicts itself; ``differences`` of stored rows; ``unsupported`` expectations, which no
+    stored result shows (``with_expectations``).
+    """
     rows: list[Row] = []
     found: Findings = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
     stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
@@ -256,8 +253,10 @@ def _differences(
 
 @dataclass(frozen=True, order=True)
 class BaselineChange:
-    """A variant whose verdict or failure is not the expected one; ``old`` is empty where nothing
-    was expected."""
+    """A variant whose verdict or failure is not the expected one.
+
+    ``old`` is empty if nothing was expected.
+    """
 
     case: str
     where: str
@@ -269,19 +268,18 @@ class BaselineChange:
 
 @dataclass
 class Publication:
-    """Documents by their place: hardware, stack and cell."""
+    """The documents to publish, by their place: hardware, stack and cell.
+
+    ``same``: published already, and measured again with the same results. ``left_out``: measured,
+    but no expectation depends on it. ``dropped``: published, and not needed any more, or replaced.
+    ``tables``: case -> its table of expectations; None: nothing is expected.
+    """
 
     written: dict[str, Document] = field(default_factory=dict)
-    same: list[str] = field(
-        default_factory=list
-    )  # published already, and measured again with the same results
-    left_out: list[str] = field(default_factory=list)  # measured, and no expectation rests on it
-    dropped: list[str] = field(
-        default_factory=list
-    )  # published, and no expectation rests on it any more, or replaced
-    tables: dict[str, str | None] = field(
-        default_factory=dict
-    )  # case -> its table; None: nothing is expected of it
+    same: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    tables: dict[str, str | None] = field(default_factory=dict)
     changes: list[BaselineChange] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -294,8 +292,11 @@ def propose(
     reason: str,
     allowed: Collection[str],
 ) -> Publication:
-    """Return what accepting the results of these cases would publish. Raises ResultsError: no
-    result can be used, or the baseline is damaged."""
+    """Return what accepting the results of some cases would publish.
+
+    Raises ResultsError: no result can be used, a cell is in two folders, or the baseline is
+    damaged.
+    """
     own = project.current()
     baseline, damaged = Store(own.baseline), list[str]()
     given: list[Document] = []
@@ -355,8 +356,11 @@ def publish(found: Publication, catalogue: Catalogue) -> None:
 
 
 def _is_usable(document: Document) -> bool:
-    """Whether it is complete, of released versions (a commit belongs to no range), and has evidence
-    or, on a named stack, the reasons why all of it was skipped."""
+    """Return whether a document is complete, of released versions, and answers something.
+
+    It has evidence or, on a named stack, the reasons why all of it was skipped. A commit belongs to
+    no range of releases.
+    """
     variants, name = document["variants"].values(), document["stack"]["name"]
     ran = any(
         a["outcome"]["outcome"] != "infra_error"
@@ -378,7 +382,7 @@ def _of_other_code(
     ):
         paths = [catalogue.script(catalogue.cases[slug]), *store.shared_code(catalogue)]
         reason = (
-            store.since(commit, root, [path for path in paths if path.is_relative_to(root)])
+            git.since(commit, root, [path for path in paths if path.is_relative_to(root)])
             if commit
             else None
         )
@@ -389,8 +393,11 @@ def _of_other_code(
 def publication(
     cases: Mapping[str, Case], held: list[Document], given: list[Document], reason: str
 ) -> Publication:
-    """Decide what is published. ``held``: what is published of the cases of ``given``, the measured
-    results; all graded anew."""
+    """Decide what is published.
+
+    ``held``: the published documents of these cases. ``given``: the measured ones. All are graded
+    anew.
+    """
     found = Publication()
     for slug in sorted({document["case"] for document in given}):
         before, now = (
@@ -454,8 +461,10 @@ def _publish_case(
 
 
 def _replaces(new: Document, old: Document) -> bool:
-    """Whether it is the same cell of the same stack and releases, whose label differs: the stack
-    was built again."""
+    """Return whether both are the same cell, stack and releases, and only the label differs.
+
+    The stack was built again.
+    """
     one, other = (
         (d["cell_id"], kind_of(d["hardware"]), d["stack"]["name"], upstream(d)) for d in (new, old)
     )
@@ -467,7 +476,7 @@ def _replaces(new: Document, old: Document) -> bool:
 
 
 def _shows_failure(document: Document) -> bool:
-    """Whether the known failure reproduces in it, or a control fails."""
+    """Return whether the known failure reproduces in a document, or a control fails."""
     first = next(iter(document["variants"].values()))
     reproduced = any(attempt["outcome"]["outcome"] == "reproduced" for attempt in first["attempts"])
     return reproduced or any(
@@ -476,8 +485,7 @@ def _shows_failure(document: Document) -> bool:
 
 
 def _results(document: Document) -> Any:
-    """Return what a measurement shows: a second one with equal results on the same machine is not
-    published."""
+    """Return what a measurement shows; equal results on one machine are not published again."""
     rows = rows_of(document, {})
     shown = [
         (

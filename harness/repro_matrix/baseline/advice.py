@@ -1,7 +1,6 @@
-"""Advice on a known failure from stored measurements: since when it occurs, and what helps on these
-versions. Pure.
+"""Advise on a known failure from stored measurements: since when it occurs, and what helps. Pure.
 
-A range of releases in which the failure does not exist is never advice. Where the versions are
+A range of releases in which the failure does not exist is never advice. If the versions are
 unknown, or lie outside of what was measured, the nearest measurement in which it reproduces counts:
 the fewest minor releases of torch away, then of transformers, then the fewest packages outside,
 then the newest.
@@ -9,7 +8,7 @@ then the newest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
@@ -19,102 +18,103 @@ from repro_matrix.baseline.releases import STATES, releases_of
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 
+ORDERING = ("torch", "transformers")
+
 
 @dataclass(frozen=True)
 class Advice:
-    """``helps`` and ``does_not``: names of variants; ``fits``: whether it was measured on the
-    versions given."""
+    """The advice on a failure for some versions.
 
-    releases: str  # "reproduces in transformers 4.38.0 to 4.43.4; fixed in transformers 4.44.0"
+    ``releases``: a sentence about its history. ``fits``: it was measured on these versions.
+    ``absent``: it was, and does not reproduce there. ``helps``, ``does_not``: variants. ``others``:
+    known failures that occur on these versions, where this one does not.
+    """
+
+    releases: str
     fits: bool
-    absent: bool  # it was measured on the versions given, and does not reproduce there
+    absent: bool
     measured_at: Mapping[str, str]
     hardware: str
     helps: tuple[str, ...]
     does_not: tuple[str, ...]
-    others: tuple[
-        str, ...
-    ]  # known failures that occur on the versions given, where this one does not
+    others: tuple[str, ...]
 
 
 def advice(case: Case, versions: Mapping[str, str]) -> Advice | None:
-    """Return what helps against a case; None where it never reproduced."""
-    known = {name for name, version in versions.items() if version}
-
-    def outside(entry: Expectation) -> int:
-        return sum(
-            not SpecifierSet(bounds, prereleases=True).contains(versions[name])
-            for name, bounds in entry.versions.items()
-            if name in known
-        )
-
-    def reproduces(entry: Expectation) -> bool:
-        return any(STATES.get(verdict) == "reproduces" for verdict in entry.verdicts.values())
-
-    ends = [(entry, end) for entry in case.expect if reproduces(entry) for end in entry.measured_at]
-    order = {
-        name: sorted(
-            {_minor(each[name]) for each in (*(end for _, end in ends), versions) if each.get(name)}
-        )
-        for name in ("torch", "transformers")
-    }
-
-    def nearness(entry: Expectation, end: Mapping[str, str]) -> tuple[float, ...]:
-        return (
-            *(
-                (
-                    -abs(each.index(_minor(end[name])) - each.index(_minor(versions[name])))
-                    if name in known & end.keys()
-                    else 0
-                )
-                for name, each in order.items()
-            ),
-            -outside(entry),
-            *(part for name in order for part in Version(end.get(name, "0")).release),
-        )
-
-    matching = [
-        entry for entry in case.expect if not outside(entry) and known & entry.versions.keys()
-    ]
-    fitting = [entry for entry in matching if reproduces(entry)]
-    if not ends:
+    """Return what helps against a case; None if it never reproduced."""
+    given = {name: version for name, version in versions.items() if version}
+    reproducing = [entry for entry in case.expect if _reproduces(entry)]
+    if not reproducing:
         return None
-    if fitting:
-        chosen, at = fitting, fitting[0].measured_at[-1]
-    else:
-        nearest, at = max(ends, key=lambda each: nearness(*each))
-        chosen = [
-            entry for entry, end in ends if end == at and entry.measured_at == nearest.measured_at
-        ]
-    shown = [
-        (name, {entry.verdicts[name] for entry in chosen if name in entry.verdicts}, variant.role)
-        for name, variant in case.variants.items()
+    matching = [
+        entry
+        for entry in case.expect
+        if given.keys() & entry.versions.keys() and not _packages_outside(entry, given)
     ]
-    helps = [name for name, verdicts, role in shown if verdicts == {"FIXED"} and role == "fix"]
-    helps = helps or [name for name, verdicts, _ in shown if verdicts == {"FIXED"}]
-    first = next(iter(case.variants))
-    here = [
-        name.partition("/")
-        for entry in matching
-        if not fitting
-        for name in entry.failure_ids_of(first) or ()
+    chosen = [entry for entry in matching if _reproduces(entry)]
+    fits = bool(chosen)
+    at = chosen[0].measured_at[-1] if fits else _nearest(reproducing, given)
+    others: list[str] = []
+    if not fits:
+        chosen = [entry for entry in reproducing if at in entry.measured_at]
+        first = next(iter(case.variants))
+        listed = [name for entry in matching for name in entry.failure_ids_of(first) or ()]
+        others = [name.partition("/")[0] for name in listed if "/" in name]
+    verdicts = {
+        name: {entry.verdicts[name] for entry in chosen if name in entry.verdicts}
+        for name in case.variants
+    }
+    helping = [name for name, each in verdicts.items() if each == {"FIXED"}]
+    fixes = [name for name in helping if case.variants[name].role == "fix"]
+    does_not = [
+        name
+        for name, each in verdicts.items()
+        if each
+        and case.variants[name].role in ("fix", "non_fix")
+        and not each & {"FIXED", "INCONCLUSIVE", "FLAKY"}
     ]
     return Advice(
         releases_of(case).sentence,
-        bool(fitting),
-        bool(matching) and not fitting,
+        fits,
+        bool(matching) and not fits,
         at,
         chosen[0].hardware,
-        tuple(helps),
-        tuple(
-            name
-            for name, verdicts, role in shown
-            if verdicts
-            and role in ("fix", "non_fix")
-            and not verdicts & {"FIXED", "INCONCLUSIVE", "FLAKY"}
-        ),
-        tuple(dict.fromkeys(slug for slug, named, _ in here if named)),
+        tuple(fixes or helping),
+        tuple(does_not),
+        tuple(dict.fromkeys(others)),
     )
+
+
+def _reproduces(entry: Expectation) -> bool:
+    return any(STATES.get(verdict) == "reproduces" for verdict in entry.verdicts.values())
+
+
+def _packages_outside(entry: Expectation, versions: Mapping[str, str]) -> int:
+    return sum(
+        not SpecifierSet(bounds, prereleases=True).contains(versions[name])
+        for name, bounds in entry.versions.items()
+        if name in versions
+    )
+
+
+def _nearest(entries: Sequence[Expectation], versions: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the releases of the nearest measurement."""
+    ends = [(entry, end) for entry in entries for end in entry.measured_at]
+    minors = {
+        name: sorted({_minor(each[name]) for _, each in [*ends, (None, versions)] if name in each})
+        for name in ORDERING
+    }
+
+    def nearness(entry: Expectation, end: Mapping[str, str]) -> tuple[object, ...]:
+        away = [
+            abs(minors[name].index(_minor(end[name])) - minors[name].index(_minor(versions[name])))
+            for name in ORDERING
+            if name in versions and name in end
+        ]
+        newest = [Version(end.get(name, "0")).release for name in ORDERING]
+        return (*(-each for each in away), -_packages_outside(entry, versions), newest)
+
+    return max(ends, key=lambda each: nearness(*each))[1]
 
 
 def _minor(version: str) -> tuple[int, ...]:

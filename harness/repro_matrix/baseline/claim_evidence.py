@@ -1,9 +1,8 @@
-"""Decide whether one measured cell makes a claim's prediction true or false, or decides nothing.
-Pure.
+"""Decide whether a measured cell makes a claim's prediction true or false. Pure.
 
-A figure of an attempt is the greatest of its ranks. A comparison of two variants' figures holds, or
-does not, where their attempts all agree on it: 1050, 1740 and 8117 tokens/s were one variant,
-measured three times.
+It may also decide nothing. A figure of an attempt is the greatest of its ranks. A comparison of two
+variants' figures decides only if all their attempts agree: 1050, 1740 and 8117 tokens/s were one
+variant, measured three times.
 """
 
 from __future__ import annotations
@@ -73,10 +72,9 @@ def _outcomes(row: Row, without_remarks: bool = False) -> list[Outcome]:
 def _failure_absent(
     prediction: Prediction, wanted: frozenset[str], cell: Cell
 ) -> tuple[None, str] | None:
-    """Return the reason why an outcome decides nothing where the failure does not occur; None where
-    it may decide.
+    """Return why an outcome decides nothing if the failure does not occur; None if it may decide.
 
-    Of the unfixed variant itself anything may be predicted, except that it reproduces.
+    For the unfixed variant itself, any outcome may be predicted, except that it reproduces.
     """
     variant, other = prediction.variant, prediction.relative_to or "unfixed"
     if variant == "control" or (variant == other and "reproduced" not in wanted):
@@ -125,8 +123,10 @@ def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
 
 
 def compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision:
-    """Return whether the comparison holds between every two attempts, and the figures; None where
-    it cannot be made."""
+    """Return whether the comparison is true between every two attempts, and the figures.
+
+    None: it cannot be made.
+    """
     other = metric.below or metric.above or ""
     own, others = (_figures(cell.get(name), metric.name) for name in (variant, other))
     for name, figures in ((variant, own), (other, others)):
@@ -152,8 +152,10 @@ def compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision
 
 
 def _figures(row: Row | None, name: str) -> list[float]:
-    """Return the metric of each attempt in which every rank finished; a known failure may let them:
-    wrong numbers."""
+    """Return the metric of each attempt in which every rank finished.
+
+    An attempt that reproduces the failure counts, too: the failure may be wrong numbers.
+    """
     finished = (each for each in row.attempts if each.finished) if row else ()
     return [
         each.metrics[name]

@@ -30,8 +30,8 @@ MAX_REASONS = 3  # that are shown
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What one stored cell shows of one prediction."""
+class ClaimEvidence:
+    """The evidence of one stored cell for or against a prediction."""
 
     document: str  # where it is stored
     case: str
@@ -60,7 +60,7 @@ class ClaimRow:
     source: str
     status: Status
     detail: str  # mixed: on what; untested: why; else how much was measured
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[ClaimEvidence, ...] = ()
     brief: str = ""  # of a settled one: by how many measurements
 
 
@@ -78,8 +78,10 @@ def ledger(cases: Iterable[Case], rows: Iterable[Row]) -> list[ClaimRow]:
 
 
 def _cells(rows: Iterable[Row]) -> list[Cell]:
-    """Group the rows of complete cells; the rows of one cell are consecutive, its first variant
-    first."""
+    """Group the rows of complete cells.
+
+    The rows of a cell are consecutive, its first variant first.
+    """
     cells: list[dict[str, Row]] = []
     for row in rows:
         if row.first:
@@ -95,7 +97,7 @@ def _first(cell: Cell) -> Row:
 
 def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> ClaimRow:
     def result(
-        status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = ""
+        status: Status, detail: str, evidence: Iterable[ClaimEvidence] = (), brief: str = ""
     ) -> ClaimRow:
         return ClaimRow(
             case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief
@@ -103,7 +105,7 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
 
     if claim.untestable:
         return result("untested", claim.untestable)
-    evidence: list[Evidence] = []
+    evidence: list[ClaimEvidence] = []
     missing: list[str] = []
     uncommitted = False
     for prediction in claim.predictions:
@@ -116,12 +118,13 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
             missing.append(f"no stored measurement of {_scope(prediction, slug)}")
     evidence = _real_before_simulated(evidence)
     decided = [item for item in evidence if item.holds is not None]
-    undecided = _reasons([*(item.measured for item in evidence if item.holds is None), *missing])
+    reasons = [*(item.measured for item in evidence if item.holds is None), *missing]
+    undecided = list_some(list(dict.fromkeys(reasons)), MAX_REASONS, "; ")
     if not decided:
         return result("untested", undecided, evidence)
-    edited = ", with files that were not committed" * uncommitted
+    edited = ", with files that were not committed" if uncommitted else ""
     if len({item.holds for item in decided}) == 2:
-        simulated = "simulated: " * decided[0].simulated
+        simulated = "simulated: " if decided[0].simulated else ""
         return result("mixed", simulated + _conditions(decided) + edited, evidence)
     brief = (
         counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
@@ -134,12 +137,8 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
     return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)
 
 
-def _reasons(reasons: list[str]) -> str:
-    return list_some(list(dict.fromkeys(reasons)), MAX_REASONS, "; ")
-
-
-def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
-    """A simulation decides nothing where a real measurement does."""
+def _real_before_simulated(found: list[ClaimEvidence]) -> list[ClaimEvidence]:
+    """Let a simulation decide nothing if a real measurement decides."""
     if not any(item.holds is not None and not item.simulated for item in found):
         return found
     reason = "simulated, and a real measurement decides"
@@ -149,10 +148,12 @@ def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
     ]
 
 
-def _newest(evidence: list[Evidence], cells: Sequence[Cell]) -> list[Evidence]:
-    """Keep one per cell, versions and machine: the newest that decides, else the newest. Lists are
-    newest first."""
-    kept: dict[str, Evidence] = {}
+def _newest(evidence: list[ClaimEvidence], cells: Sequence[Cell]) -> list[ClaimEvidence]:
+    """Keep one per cell, versions and machine: the newest that decides, else the newest.
+
+    Both lists are newest first.
+    """
+    kept: dict[str, ClaimEvidence] = {}
     for item, cell in zip(evidence, cells):
         hardware = _first(cell).hardware
         machine = (item.hardware, hardware.cpu, sorted(hardware.gpus))
@@ -183,35 +184,37 @@ def _is_about(prediction: Prediction, row: Row) -> bool:
     )
 
 
-def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evidence:
-    """Return what a cell shows; nothing where its settings differ from those of the cell's newest
-    measurement."""
+def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> ClaimEvidence:
+    """Return what a cell shows.
+
+    It decides nothing if its settings differ from those of the cell's newest measurement.
+    """
     holds, measured = decide(prediction, cell)
     row = _first(cell)
-    newest = next(other for other in cells if _same_cell(_first(other), row))
-    for variant in dict.fromkeys([prediction.variant, prediction.relative_to or "unfixed"]):
-        if variant in cell and variant in newest:
-            difference = settings_difference(
-                cast(Settings, cell[variant].settings), cast(Settings, newest[variant].settings)
-            )
-            if difference:
-                holds, measured = None, f"left out: variant {variant}: {difference}"
-                break
-    versions = row.stack.versions
-    known = ", ".join(
-        f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions
+    place = row.cell_id, row.params, row.hardware.kind
+    newest = next(
+        other
+        for other in cells
+        if (_first(other).cell_id, _first(other).params, _first(other).hardware.kind) == place
     )
+    for variant in (prediction.relative_to or "unfixed", prediction.variant):
+        if variant in cell and variant in newest:
+            settings = (cast(Settings, each[variant].settings) for each in (cell, newest))
+            if difference := settings_difference(*settings):
+                holds, measured = None, f"left out: variant {variant}: {difference}"
+    versions = row.stack.versions
+    known = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
     setting = [f"{name}={value}" for name, value in row.flags.items()]
     setting += [word for word in row.overrides if word != f"ranks={row.ranks}"]
     setting += [row.scale, f"{row.weights} weights", *(["simulated"] if row.simulated else [])]
-    return Evidence(
+    return ClaimEvidence(
         document=row.evidence or row.cell_id,
         case=row.case,
         variant=prediction.variant,
         model=row.model,
         strategy=row.strategy,
         ranks=counted(row.ranks, "rank"),
-        stack=row.stack.name + (f" ({known})" if known else ""),
+        stack=f"{row.stack.name} ({', '.join(known)})" if known else row.stack.name,
         hardware=row.hardware.profile,
         setting=" ".join(setting),
         predicted=_predicted(prediction),
@@ -223,48 +226,36 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evid
     )
 
 
-def _same_cell(one: Row, other: Row) -> bool:
-    return (one.cell_id, one.params, one.hardware.kind) == (
-        other.cell_id,
-        other.params,
-        other.hardware.kind,
-    )
-
-
 def _predicted(prediction: Prediction) -> str:
-    metric = prediction.metric
-    if metric is not None:
+    if metric := prediction.metric:
         side, other = ("below", metric.below) if metric.below else ("above", metric.above)
-        return f"{metric.name} {side} {other}" + (
-            f" x {metric.factor:g}" if metric.factor != 1 else ""
-        )
-    if prediction.outcome_without_warning is not None:
-        return (
-            f"{' or '.join(sorted(as_set(prediction.outcome_without_warning)))} but for the remark"
-        )
-    return " or ".join(
-        sorted(as_set(prediction.verdict if prediction.verdict is not None else prediction.outcome))
-    )
+        factor = f" x {metric.factor:g}" if metric.factor != 1 else ""
+        return f"{metric.name} {side} {other}{factor}"
+    without = prediction.outcome_without_warning
+    names = without or prediction.verdict or prediction.outcome
+    return " or ".join(sorted(as_set(names))) + (" but for the remark" if without else "")
 
 
 def _scope(prediction: Prediction, case: str) -> str:
-    """Describe what would have to be measured."""
+    """Describe the measurement that is missing."""
     axes = (prediction.model, prediction.strategy, prediction.stack, prediction.hardware)
     return " ".join(
         [f"{case}, variant {prediction.variant}", *(f"[{axis}]" for axis in axes if axis)]
     )
 
 
-# -- conditions: where a claim holds, and where it does not
+# -- conditions: on what a claim's truth depends
 
 AXES = ("when", "variant", "model", "strategy", "ranks", "hardware", "setting", "case", "predicted")
 PACKAGES = (*UPSTREAM, "trl")
 MAX_VALUES = 4  # of one side
 
 
-def _conditions(decided: Sequence[Evidence]) -> str:
-    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the first axis, or package, that
-    separates the sides."""
+def _conditions(decided: Sequence[ClaimEvidence]) -> str:
+    """Return the condition: ``holds in torch 2.2.2; not in torch 2.13.0``.
+
+    It is the first axis, or package, that separates both sides.
+    """
     for axis in (*AXES, *PACKAGES):
         sides: dict[bool | None, set[str]] = {True: set(), False: set()}
         for item in decided:

@@ -1,10 +1,9 @@
-"""Stored measurements -> expectations, each with the range of releases over which it was measured.
-Pure.
+"""Derive expectations from stored measurements, each with its range of releases. Pure.
 
-Measurements of one cell that differ in the release of one package only form a line, for example a
-version map. Neighbors on it with the same verdicts and failures make one expectation, which names
-the first and the last of them. It holds for whole minor releases, unless the line shows another
-result within one.
+Measurements of one cell that differ in the release of only one package form a line, for example a
+version map. Neighbors on it with the same verdicts and failures make one expectation, with the
+releases of the first and the last. It is valid for whole minor releases, unless the line shows
+another result within one.
 
 The exit code of a run says whether its results are the expected ones.
 """
@@ -36,19 +35,21 @@ release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is publi
 
 @dataclass(frozen=True)
 class Measured:
-    """What one document shows. Without verdicts (nothing stable) it ends a range and begins
-    none."""
+    """The stable results of one document.
 
-    place: str  # hardware, stack and cell
-    where: str  # the cell's axes
+    Without verdicts (nothing stable) it ends a range and begins none. ``place``: hardware, stack
+    and cell. ``where``: the cell's axes. ``versions``: of the ranged packages. ``own_stack``: these
+    are the variants that name a stack. ``capabilities``: those that these variants depend on.
+    """
+
+    place: str
+    where: str
     hardware: str
-    versions: Mapping[str, Version] = field(hash=False)  # of the ranged packages
-    verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
-    own_stack: bool = False  # of variants that name a stack of their own
+    versions: Mapping[str, Version] = field(hash=False)
+    verdicts: Mapping[str, str] = field(hash=False)
+    own_stack: bool = False
     failure_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    capabilities: Mapping[str, Any] = field(
-        default_factory=dict, hash=False
-    )  # that these variants depend on
+    capabilities: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def answer(self) -> Any:
@@ -60,8 +61,10 @@ class Measured:
 
 
 def measured(case: Case, document: CellRecord, place: str) -> list[Measured]:
-    """Return what a document shows: of the variants that follow the stack, and apart from them of
-    those that name their own, which a version map leaves out."""
+    """Return what a document shows.
+
+    Variants that name a stack of their own are separate: a version map does not measure them.
+    """
     stored = {
         name: verdict for name, verdict in document["verdicts"].items() if _is_stable(verdict)
     }
@@ -98,7 +101,7 @@ def measured(case: Case, document: CellRecord, place: str) -> list[Measured]:
 
 
 def _is_stable(verdict: Mapping[str, Any]) -> bool:
-    """Whether it can be expected: a control may fail only by failures of the catalog."""
+    """Return whether a verdict can be expected; a control may fail only by known failures."""
     causes = [each.get("case") for each in verdict.get("failure_ids", ())]
     return verdict["name"] not in UNSTABLE and (
         verdict["name"] != "FAILED" or bool(causes and all(causes))
@@ -112,8 +115,10 @@ def upstream(document: CellRecord) -> dict[str, Version]:
 
 
 def is_whole(case: Case, document: CellRecord) -> bool:
-    """Whether all variants that follow the stack were measured, or skipped with a reason: not by a
-    search for one."""
+    """Return whether all variants that follow the stack were measured, or skipped with a reason.
+
+    A search measures only one.
+    """
     return all(
         name in document["variants"] for name, variant in case.variants.items() if not variant.stack
     )
@@ -121,8 +126,10 @@ def is_whole(case: Case, document: CellRecord) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """Neighbors on a line with the same verdicts; ``versions`` are the releases that they stand
-    for."""
+    """Neighbors on a line with the same verdicts, and the releases that they represent.
+
+    ``alone``: it has no neighbor whose range it could end.
+    """
 
     members: tuple[Measured, ...]
     versions: Mapping[str, str] = field(hash=False)
@@ -130,7 +137,7 @@ class Range:
 
     @property
     def ends(self) -> list[dict[str, str]]:
-        """The releases with which the first and the last were measured."""
+        """Return the releases with which the first and the last were measured."""
         ends = [
             {name: str(version) for name, version in sorted(end.versions.items())}
             for end in (self.members[0], self.members[-1])
@@ -159,8 +166,10 @@ def ranges(found: Iterable[Measured]) -> list[Range]:
 def expectations(
     found: Iterable[Measured], reason: str, old: Sequence[Expectation] = ()
 ) -> list[Expectation]:
-    """Return one entry for cells that agree in verdicts and ranges and were measured with the same
-    releases. An entry that has not changed keeps its old reason."""
+    """Return one entry for cells with the same verdicts, ranges and measured releases.
+
+    An entry that has not changed keeps its old reason.
+    """
     grouped: dict[str, dict[str, Any]] = {}
     for each in ranges(found):
         first = each.members[0]
@@ -190,8 +199,7 @@ def expectations(
 
 
 def unsupported(case: Case, documents: Mapping[str, CellRecord]) -> list[str]:
-    """Name the expectations that the stored results do not show: a cell, releases, a verdict or a
-    failure.
+    """List the expectations that the stored results do not show.
 
     ``documents``: all that are published of this case, by their place, graded anew.
     """
@@ -216,8 +224,10 @@ def _without_reason(entry: Expectation) -> str:
 
 
 def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
-    """Yield (the package whose release differs, measurements by that release). Each measurement is
-    on its longest line."""
+    """Yield the package whose release differs, and the measurements by that release.
+
+    Each measurement is on its longest line.
+    """
     lines: dict[tuple[str, str], list[Measured]] = {}
     for item in found:
         for package in item.versions:
@@ -235,8 +245,10 @@ def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
 
 
 def _range(first: Version, last: Version, below: Version | None, above: Version | None) -> str:
-    """Return the releases from the first to the last, in whole minor ones where the line's
-    neighbors lie in others."""
+    """Return the releases from the first to the last.
+
+    They are whole minor ones if the line's neighbors are in others.
+    """
     low = (
         f">={first.public}"
         if below is not None and _minor(below) == _minor(first)
@@ -258,9 +270,11 @@ def _minor(version: Version, plus: int = 0) -> str:
 
 
 def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) -> ExitCode:
-    """Return DIFFERS for a result that differs from its expectation, else INCOMPLETE where less was
-    measured than requested: attempts without evidence, cells without a comparison, or too much that
-    nothing confirms."""
+    """Return the exit code of a run: does it show what is expected, and all of it?
+
+    DIFFERS: a result differs from its expectation. INCOMPLETE: less was measured than requested, a
+    cell has no comparison, or too much is not confirmed.
+    """
     if any(row.state == "unexpected" for row in rows):
         return ExitCode.DIFFERS
     measured = {row.cell for row in rows if row.attempts and row.complete}
@@ -269,10 +283,12 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
 
 
 def lacking(rows: Sequence[Row]) -> list[Row]:
-    """Return variants with attempts that gave no evidence, those of cells without an end or a
-    comparison, and what differs from a prediction; also what nothing confirms of GPUs' results,
-    where that is more than half of them."""
-    # A build that failed is no property of the stack: another try, or a compiler, would measure it.
+    """Return the variants that make a run incomplete.
+
+    These have attempts without evidence, are of cells without an end or a comparison, or differ
+    from a prediction. Unconfirmed results of GPUs count if they are more than half.
+    """
+    # A failed build says nothing about the stack: another try, or a compiler, may succeed.
     lost = [
         row
         for row in rows
@@ -294,24 +310,27 @@ def lacking(rows: Sequence[Row]) -> list[Row]:
 
 
 def is_unanswered(row: Row) -> bool:
-    """Whether a variant ran and gave no evidence or no verdict; what an expectation accepts is left
-    out."""
+    """Return whether a variant ran and gave no evidence or no verdict, and nothing expects that."""
     no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
     return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
 
 
 def bisect_exit(rows: Iterable[Row]) -> int:
-    """Return the exit code for `git bisect run`: 1 the known failure reproduces, 0 it does not, 125
-    it is unknown."""
+    """Return the exit code for `git bisect run`.
+
+    1: the known failure reproduces. 0: it does not. 125: unknown.
+    """
     outcomes = {attempt.outcome for row in rows if row.first for attempt in row.attempts}
     return 1 if "reproduced" in outcomes else 0 if outcomes == {"passed"} else 125
 
 
 def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
-    """Return unfixed variants that failed with another error than the known one, where nothing
-    tells more: no other variant gave an answer, or all attempts of all variants failed with the
-    same error, which is not expected. The settings then made no difference, so the cell shows
-    nothing of the failure or its fixes."""
+    """Return unfixed variants that failed with another error than the known one, and show no more.
+
+    Either no other variant gave an answer, or all attempts of all variants failed with the same
+    error, which is not expected: the settings made no difference, so the cell shows nothing about
+    the failure or its fixes.
+    """
     found, cells = [], defaultdict(list)
     for row in rows:
         if row.attempts:

@@ -1,9 +1,8 @@
-"""Differences that are accepted until a date: ``results/quarantine.yaml``, reviewed as any other
-file.
+"""Accept differences until a date: ``results/quarantine.yaml``, reviewed like any other file.
 
 A quarantined variant that differs from its expectation does not make a run fail until the date;
 every summary lists it with its owner. Afterwards it counts as before, and the entry itself is an
-error. What could not be measured is never quarantined.
+error. A variant that could not be measured is never quarantined.
 """
 
 from __future__ import annotations
@@ -29,8 +28,11 @@ AT_MOST = timedelta(days=366)  # ahead of today
 
 
 class Quarantine(Strict):
-    """``cell``: case/model-strategy[-name=value...], as a row's cell id. ``variant``: None for all
-    of its variants."""
+    """An accepted difference.
+
+    ``cell``: case/model-strategy[-name=value...], as a row's cell id. ``variant``: None means all
+    variants of the cell.
+    """
 
     cell: str = Field(min_length=1)
     variant: str | None = None
@@ -61,8 +63,10 @@ def file() -> Path:
 
 
 def read_quarantine() -> Sequence[Quarantine]:
-    """Return the entries; none where there is no file. Raise ConfigError naming the file and the
-    key."""
+    """Return the entries of the file, if there is one.
+
+    Raises ConfigError with the file and the key.
+    """
     path = file()
     entries = parse_file(_File, read_yaml(path), path).quarantined if path.exists() else ()
     latest = datetime.now(timezone.utc).date() + AT_MOST
@@ -79,8 +83,7 @@ def read_quarantine() -> Sequence[Quarantine]:
 
 
 def check_quarantine(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
-    """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest
-    one.
+    """Raise ConfigError for a cell or a variant that the catalogue does not have.
 
     The settings after a cell's key (``-ranks=4``) are not checked: wrong ones accept nothing.
     """
@@ -113,7 +116,7 @@ def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -
 
 
 def expired(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -> list[str]:
-    """Return messages about the entries of these rows whose date has passed."""
+    """Return messages about expired entries that cover any of the rows."""
     past = [entry for entry in entries if entry.until < today]
     found = [each for row in rows for each in past if each.covers(row.cell_id, row.variant)]
     return list(dict.fromkeys(entry.describe_expired() for entry in found))

@@ -35,10 +35,11 @@ STATES: Mapping[str, State] = {
 
 @dataclass(frozen=True)
 class ReleaseRange:
-    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range
-    and the one before.
-    ``alone``: the measurements on both sides of its beginning are of one cell, and differ in this
-    package only."""
+    """A range of measured releases with one state.
+
+    ``follows``: there is no release between this range and the one before. ``alone``: the
+    measurements on both sides of its beginning are of one cell, and differ only in this package.
+    """
 
     state: State
     first: str
@@ -50,16 +51,13 @@ class ReleaseRange:
     def span(self) -> str:
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
-    def contains(self, version: str) -> bool:
-        return Version(self.first) <= Version(version) <= Version(self.last)
-
 
 @dataclass(frozen=True)
 class Releases:
-    """What was measured over the releases of one package, the oldest first. ``ranges`` is empty
-    where nothing was.
+    """The states of a failure over the releases of one package, the oldest first.
 
-    ``every``: the releases of all relevant packages, where none of them makes a difference.
+    ``ranges`` is empty if nothing was measured. ``every``: the releases of all relevant packages,
+    if none makes a difference.
     """
 
     package: str = ""
@@ -68,27 +66,29 @@ class Releases:
 
     @property
     def reproduces(self) -> str:
-        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``; "" if it never
-        did."""
+        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``, or "" if never."""
         found = [each for each in self.ranges if each.state == "reproduces"]
         if found and self.every:
             return ", ".join(f"{name} {each.span}" for name, each in self.every.items())
-        newest = " (newest measured)" if found and found[-1] is self.ranges[-1] else ""
-        return f"{self.package} {', '.join(each.span for each in found)}{newest}" if found else ""
+        if not found:
+            return ""
+        newest = " (newest measured)" if found[-1] is self.ranges[-1] else ""
+        return f"{self.package} {', '.join(each.span for each in found)}{newest}"
 
     @property
     def after(self) -> ReleaseRange | None:
-        """The first range after the failure; None while it reproduces, and where it never did."""
-        last = max(
-            (index for index, each in enumerate(self.ranges) if each.state == "reproduces"),
-            default=None,
-        )
-        return self.ranges[last + 1] if last is not None and last + 1 < len(self.ranges) else None
+        """Return the first range after the failure; None while it reproduces, or never did."""
+        states = [each.state for each in self.ranges]
+        if "reproduces" not in states[:-1] or states[-1] == "reproduces":
+            return None
+        return self.ranges[len(states) - states[::-1].index("reproduces")]
 
     @property
     def ended(self) -> str:
-        """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6
-        and 5.0.0`` where releases in between were not measured; "" while it reproduces."""
+        """Say when the failure ended: ``in transformers 4.44.0``; "" while it reproduces.
+
+        If releases in between were not measured: ``between transformers 4.57.6 and 5.0.0``.
+        """
         if not self.after:
             return ""
         before = self.ranges[self.ranges.index(self.after) - 1]
@@ -98,19 +98,14 @@ class Releases:
 
     @property
     def sentence(self) -> str:
-        """Describe the whole history in a sentence; "" where it was measured on one release
-        only."""
-        if not self.reproduces or all(
-            each.first == each.last for each in (*self.ranges, *self.every.values())
-        ):
+        """Describe the whole history in a sentence; "" if only one release was measured."""
+        spans = (*self.ranges, *self.every.values())
+        if not self.reproduces or all(each.first == each.last for each in spans):
             return ""
-        verb = (
-            ""
-            if not self.after
-            else "; fixed "
-            if self.after.state == "absent"
-            else "; replaced by another error "
-        )
+        verb = ""
+        if self.after:
+            verb = "fixed" if self.after.state == "absent" else "replaced by another error"
+            verb = f"; {verb} "
         return f"reproduces in {self.reproduces}{verb}{self.ended}"
 
 
@@ -144,8 +139,7 @@ def releases_of(case: Case) -> Releases:
 
 
 def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[ReleaseRange, ...]:
-    """Merge neighboring releases with the same state: the first one of STATES that any cell
-    shows."""
+    """Merge neighboring releases with the same state: the first of STATES that any cell shows."""
     order = list(dict.fromkeys(STATES.values()))
     states = {
         version: min((state for state, _ in each), key=order.index)
@@ -168,8 +162,7 @@ def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[Re
 def _others(
     package: str, version: Version, state: State, points: Iterable[Point]
 ) -> list[tuple[object, ...]]:
-    """Return the cells, the hardware and the other packages of the measurements of a release with
-    this state."""
+    """Return cells, hardware and other packages of a release's measurements in a state."""
     return [
         (cell, entry.hardware, {name: each for name, each in end.items() if name != package})
         for found, entry in points
@@ -180,20 +173,18 @@ def _others(
 
 
 def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:
-    """Whether an expectation that ends with one release and one that begins with the next leave no
-    release between."""
-    ends = {
-        (each.operator, each.version)
-        for _, entry in before
-        for each in SpecifierSet(entry.versions[package])
-    }
-    begins = {
-        (each.operator, each.version)
-        for _, entry in after
-        for each in SpecifierSet(entry.versions[package])
-    }
-    upper = {version for operator, version in ends if operator == "<"}
-    lower = {version for operator, version in begins if operator == ">="}
-    last = {Version(version).release for operator, version in ends if operator == "<="}
-    next_patch = {(*release[:-1], release[-1] + 1) for release in last if len(release) > 2}
-    return bool(upper & lower) or bool(next_patch & {Version(version).release for version in lower})
+    """Return whether two neighboring expectations leave no release between them."""
+
+    def bounds(points: Iterable[Point], operator: str) -> set[str]:
+        return {
+            each.version
+            for _, entry in points
+            for each in SpecifierSet(entry.versions[package])
+            if each.operator == operator
+        }
+
+    lower = bounds(after, ">=")
+    releases = (Version(version).release for version in bounds(before, "<="))
+    next_patches = {(*each[:-1], each[-1] + 1) for each in releases if len(each) > 2}
+    begins = {Version(version).release for version in lower}
+    return bool(bounds(before, "<") & lower or next_patches & begins)

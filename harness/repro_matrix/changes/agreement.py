@@ -1,5 +1,4 @@
-"""How often one side's results predict the other's, such as a CPU's those of a GPU: `repro diff
---agreement`. Pure."""
+"""Measure how often one side's results predict the other's: `repro diff --agreement`. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from repro_matrix.changes.diff import (
     place_to_json,
     values_to_json,
 )
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expected import settings_difference
 from repro_matrix.grading.verdict import wilson
+from repro_matrix.results.rows import Row
 
-Pair = tuple[VariantResult, VariantResult]  # of both sides
+Pair = tuple[Row, Row]  # of both sides
 
 
 @dataclass
@@ -32,17 +31,20 @@ class Agreement:
 
     @property
     def disagreements(self) -> list[Pair]:
-        """The variants with another verdict, failure or outcome."""
+        """Return the variants with another verdict, failure or outcome."""
         shown = [
-            [(row.verdict, row.failure_ids, row.kinds.keys()) for row in pair]
+            [(row.stored_verdict, row.failure_ids, row.kinds.keys()) for row in pair]
             for pair in self.pairs
         ]
         return [pair for pair, (first, second) in zip(self.pairs, shown) if first != second]
 
     @property
     def across(self) -> bool:
-        """Whether a GPU was compared with a CPU."""
-        return any("GPUs" in one.machine.keys() ^ other.machine.keys() for one, other in self.pairs)
+        """Return whether a GPU was compared with a CPU."""
+        return any(
+            "GPUs" in one.hardware.description.keys() ^ other.hardware.description.keys()
+            for one, other in self.pairs
+        )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -50,8 +52,10 @@ class Agreement:
 
     @property
     def tolerance_used(self) -> dict[str, list[float]]:
-        """Numeric check -> the part of its tolerance that the variants that pass used at most, on
-        each side."""
+        """Return the part of its tolerance that each numeric check uses at most, on each side.
+
+        Only variants that pass count.
+        """
         sides = [
             [row.tolerance_used for row in side if set(row.kinds) == {"passed"}]
             for side in zip(*self.pairs)
@@ -62,22 +66,22 @@ class Agreement:
         }
 
 
-def measure_agreement(
-    one: Iterable[VariantResult], other: Iterable[VariantResult]
-) -> list[Agreement]:
-    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides
-    measured."""
+def measure_agreement(one: Iterable[Row], other: Iterable[Row]) -> list[Agreement]:
+    """Return each case's agreement, the lowest first.
+
+    Raises ConfigError: both sides have no measurement in common.
+    """
     one, other = list(one), list(other)
-    here, there = ({row.hardware for row in side} for side in (one, other))
+    here, there = ({row.hardware.profile for row in side} for side in (one, other))
     # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of
     # it.
     left, right, _ = pair_cells(
-        [row for row in one if not there < here or row.hardware not in there],
-        [row for row in other if not here < there or row.hardware not in here],
+        [row for row in one if not there < here or row.hardware.profile not in there],
+        [row for row in other if not here < there or row.hardware.profile not in here],
     )
     cases: dict[str, Agreement] = {}
     for first, second in pair_variants(left, right):
-        if not (first and second and first.measured and second.measured):
+        if not (first and second and first.kinds and second.kinds):
             continue
         if not settings_difference(first.settings, second.settings):
             cases.setdefault(first.case, Agreement(first.case)).pairs.append((first, second))

@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.grading.expected import settings_difference
+from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.text import counted, list_some
-
-if TYPE_CHECKING:
-    from repro_matrix.changes.missing import Requested
 
 # In the order of importance to a reader.
 KINDS = {
@@ -44,15 +42,15 @@ RARE = 0.001
 
 @dataclass(frozen=True)
 class Change:
-    """``variant`` is empty for a whole cell."""
+    """A change of a variant, or of a whole cell (``variant`` is empty)."""
 
     kind: str
     variant: str
-    before: VariantResult | None
-    after: VariantResult | None
+    before: Row | None
+    after: Row | None
 
     @property
-    def row(self) -> VariantResult:
+    def row(self) -> Row:
         row = self.after or self.before
         assert row is not None
         return row
@@ -60,110 +58,115 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason).
+    """The comparison of two sides.
 
-    ``across``: axis -> the two values, where each side has one value and they differ. ``excused``:
-    why the second side
-    need not have some results -> their number.
+    ``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason). ``across``:
+    axis -> the two values, if each side has one value and they differ. ``excused``: why the second
+    side need not have some results -> their number.
     """
 
     changes: tuple[Change, ...]
     cells: int
     variants: int
-    incomparable: tuple[tuple[VariantResult, str], ...]
+    incomparable: tuple[tuple[Row, str], ...]
     across: Mapping[str, tuple[str, str]]
     excused: Mapping[str, int] = field(default_factory=dict)
 
     def select(self, kinds: Iterable[str]) -> list[Change]:
         return [change for change in self.changes if change.kind in kinds]
 
-    def without_unrequested(self, requested: Sequence[Requested]) -> Diff:
-        """Return the comparison without results that none of the second side's runs requested."""
-        if not requested:
-            return self
-        there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
+    def without_unrequested(self, runs: Sequence[Run]) -> Diff:
+        """Return the comparison without results that the second side's runs did not request."""
+        there = {axis: pair[1] for axis, pair in self.across.items()}
         changes, excused = [], Counter[str]()
         for change in self.changes:
-            row = change.before if change.kind in LESS else None
-            excuse = min(each.excuse(replace(row, **there)) for each in requested) if row else ""
-            excused[excuse] += 1
-            changes += [] if excuse else [change]
+            cell, stack, hardware = change.row.cell
+            place = cell, there.get("stack", stack), there.get("hardware", hardware)
+            left_out = bool(change.variant) and change.after is None
+            reason = excuse_for(place, runs, left_out) if change.kind in LESS else ""
+            excused[reason] += 1
+            if not reason:
+                changes.append(change)
         del excused[""]
         return replace(self, changes=tuple(changes), excused=excused)
 
     @property
     def exit_code(self) -> int:
-        """Return 1 where a result differs; else 3 where the second side lacks results of the first;
-        else 0."""
+        """Return 1 if a result differs, else 3 if the second side lacks results, else 0."""
         return 1 if self.select(RESULTS) else 3 if self.select(LESS) else 0
 
 
-CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
-Cells = dict[CellId, dict[str, VariantResult]]  # each cell's variants
+CellId = tuple[str, str, str]  # cell id, stack, hardware; "" if the comparison goes across it
+Cells = dict[CellId, dict[str, Row]]  # each cell's variants
 
 
-def newest(rows: Iterable[VariantResult]) -> Cells:
-    """Group rows by cell; of a cell that was measured several times keep the newest result."""
-    cells: dict[CellId, dict[tuple[float, str], dict[str, VariantResult]]] = {}
+def excuse_for(place: CellId, runs: Sequence[Run], left_out: bool) -> str:
+    """Return why these runs need not have measured a variant of a cell; "" if they should have.
+
+    ``left_out``: the cell was measured without this variant: by the selection or the catalog. A
+    shard should have measured what its run planned, which only the other shards know.
+    """
+    if any(" ".join(place[::-1]) in (run.left or ()) for run in runs):
+        return "no time left"
+    planned = [name.partition(" ")[2] for run in runs for name in run.planned]
+    known = planned and not any(text.startswith("shard=") for run in runs for text in run.texts)
+    requested = not left_out and f"{place[1]} {place[0]}" in planned
+    return "not requested" if known and not requested else ""
+
+
+def newest(rows: Iterable[Row]) -> Cells:
+    """Group rows by cell, and keep the newest result of each cell."""
+    cells: dict[CellId, dict[tuple[float, str], dict[str, Row]]] = {}
     for row in rows:
-        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault(
-            (row.started, row.path), {}
-        )[row.variant] = row
+        measured = cells.setdefault(row.cell, {}).setdefault((row.started, row.evidence), {})
+        measured[row.variant] = row
     return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
 
 
 def pair_cells(
-    before: Iterable[VariantResult], after: Iterable[VariantResult]
+    before: Iterable[Row], after: Iterable[Row]
 ) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
     """Return both sides' cells under common ids, and the axes that the comparison goes across."""
-    one, other = newest(before), newest(after)
+    sides = newest(before), newest(after)
     across = {}
-    for index, axis in ((1, "hardware"), (2, "stack")):
-        left, right = ({cell_id[index] for cell_id in side} for side in (one, other))
+    for index, axis in ((1, "stack"), (2, "hardware")):
+        left, right = ({cell_id[index] for cell_id in side} for side in sides)
         if len(left) == len(right) == 1 and left != right:
             across[axis] = (left.pop(), right.pop())
-
-    def common_ids(side: Cells) -> Cells:
-        return {
-            (
-                key,
-                "" if "hardware" in across else hardware,
-                "" if "stack" in across else stack,
-            ): variants
-            for (key, hardware, stack), variants in side.items()
-        }
-
-    return common_ids(one), common_ids(other), across
+    for side in sides if across else ():
+        for cell, stack, hardware in list(side):
+            variants = side.pop((cell, stack, hardware))
+            stack, hardware = (
+                "" if axis in across else value
+                for axis, value in (("stack", stack), ("hardware", hardware))
+            )
+            side[cell, stack, hardware] = variants
+    return *sides, across
 
 
-def pair_variants(
-    one: Cells, other: Cells
-) -> Iterator[tuple[VariantResult | None, VariantResult | None]]:
+def pair_variants(one: Cells, other: Cells) -> Iterator[tuple[Row | None, Row | None]]:
     """Yield both sides' results of each variant of the common cells."""
     for cell_id in sorted(one.keys() & other.keys()):
         for variant in {**one[cell_id], **other[cell_id]}:
             yield one[cell_id].get(variant), other[cell_id].get(variant)
 
 
-def compare_rows(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> Diff:
-    """Return what differs in ``after``."""
+def compare_rows(before: Iterable[Row], after: Iterable[Row]) -> Diff:
+    """Return the changes from ``before`` to ``after``."""
     one, other, across = pair_cells(before, after)
     changes: list[Change] = []
-    incomparable: list[tuple[VariantResult, str]] = []
+    incomparable: list[tuple[Row, str]] = []
     variants = 0
     for old, new in pair_variants(one, other):
-        if old is None or new is None:
-            row = old or new
-            if row and row.measured:
-                changes.append(
-                    Change("newly_measured" if new else "not_measured", row.variant, old, new)
-                )
-            continue
-        variants += 1
-        if reason := settings_difference(old.settings, new.settings):
-            incomparable.append((new, reason))
-        elif kind := result_change(old, new):
-            changes.append(Change(kind, new.variant, old, new))
+        if old and new:
+            variants += 1
+            if reason := settings_difference(old.settings, new.settings):
+                incomparable.append((new, reason))
+            elif kind := result_change(old, new):
+                changes.append(Change(kind, new.variant, old, new))
+        elif (row := old or new) and row.kinds:
+            kind = "newly_measured" if new else "not_measured"
+            changes.append(Change(kind, row.variant, old, new))
     for cell_id, cell in {**one, **other}.items():
         row = next(iter(cell.values()))
         if cell_id not in other:
@@ -171,55 +174,39 @@ def compare_rows(before: Iterable[VariantResult], after: Iterable[VariantResult]
         elif cell_id not in one:
             changes.append(Change("cell_added", "", None, row))
     kinds = list(KINDS)
-    changes.sort(
-        key=lambda c: (
-            kinds.index(c.kind),
-            c.row.case,
-            c.row.key,
-            c.row.hardware,
-            c.row.stack,
-            c.variant,
-        )
-    )
-    return Diff(
-        tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across
-    )
+    changes.sort(key=lambda c: (kinds.index(c.kind), c.row.case, *c.row.cell, c.variant))
+    both = len(one.keys() & other.keys())
+    return Diff(tuple(changes), both, variants, tuple(incomparable), across)
 
 
 Pools = Sequence[tuple[Counter[OutcomeName], Counter[OutcomeName]]]  # outcomes before and after
 
 
-def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> str | None:
-    """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where
-    attempts disagree, their shares are compared: in each of ``pools``, else of the two results."""
-    if not old.measured or not new.measured:
-        return (
-            None
-            if old.measured == new.measured
-            else "not_measured"
-            if old.measured
-            else "newly_measured"
-        )
+def result_change(old: Row, new: Row, pools: Pools = ()) -> str | None:
+    """Return the kind of change in a variant's result, one of ``KINDS``; None: nothing changed.
+
+    If attempts disagree, their shares are compared: in each of ``pools``, else of the two results.
+    """
+    if not old.kinds or not new.kinds:
+        if not old.kinds and not new.kinds:
+            return None
+        return "not_measured" if old.kinds else "newly_measured"
     pools = pools or [(Counter(old.kinds), Counter(new.kinds))]
     if all(chance_explains(*pool) for pool in pools) or _both_expected(old, new):
         return None
     before, after = set(old.failure_ids), set(new.failure_ids)
     if before != after:
-        if old.first and new.first and not (old.control or new.control):
+        if old.first and new.first and "control" not in (old.kind, new.kind):
             reproduced = "reproduced" in new.kinds
             if ("reproduced" in old.kinds) != reproduced:
                 return "reproduces_now" if reproduced else "no_longer_reproduces"
-        elif not before and stopped_working(old.verdict, new.verdict, new.kinds):
+        elif not before and stopped_working(old.stored_verdict, new.stored_verdict, new.kinds):
             return "fix_stopped_working"
-        elif not after and stopped_working(new.verdict, old.verdict, old.kinds):
+        elif not after and stopped_working(new.stored_verdict, old.stored_verdict, old.kinds):
             return "fix_works_now"
-        return (
-            "new_failure"
-            if before < after
-            else "failure_gone"
-            if after < before
-            else "different_failure"
-        )
+        if before < after:
+            return "new_failure"
+        return "failure_gone" if after < before else "different_failure"
     if old.steady != new.steady or any(len(earlier) > 1 for earlier, _ in pools):
         return "became_steady" if new.steady else "became_flaky"
     return None
@@ -228,32 +215,35 @@ def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> 
 def stopped_working(
     before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]
 ) -> bool:
-    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A
-    hang is a failure: of a machine that was only slow it would be no evidence. Where the failure
-    itself is another one, no fix is to blame."""
-    another_failure = now in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
-    return (
-        before == "FIXED"
-        and not another_failure
-        and any(outcome != "passed" for outcome in outcomes)
-    )
+    """Return whether a fix that worked fails now, by its verdicts and the outcomes that count.
+
+    A hang counts as a failure; on a machine that is only slow, it is not an outcome that counts. If
+    the failure itself is another one, the fix is not to blame.
+    """
+    worked = before == "FIXED" and now not in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
+    return worked and any(outcome != "passed" for outcome in outcomes)
 
 
 def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -> bool:
-    """Whether attempts of a side disagree, the sides share an outcome, and Fisher's exact test
-    finds no difference between the shares of any outcome (with a chance of less than 1 in 1000 if
-    there is none)."""
-    if not before.keys() & after.keys():
+    """Return whether chance explains the difference between two sides' attempts.
+
+    The attempts of a side disagree, the sides share an outcome, and Fisher's exact test finds no
+    difference between the shares of any outcome (less than 1 in 1000, if there is none).
+    """
+    together = before + after
+    if not before.keys() & after.keys() or len(together) < 2:
         return False
-    return len(before + after) > 1 and all(
+    return all(
         _tail(after[outcome], after.total(), before[outcome], before.total()) > RARE
-        for outcome in before + after
+        for outcome in together
     )
 
 
 def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> float:
-    """Return the chance of so few, or so many, of all the counted ones among these attempts,
-    whichever is less."""
+    """Return the chance of so few, or so many, of the counted ones among these attempts.
+
+    The smaller one of both.
+    """
     counted_ones, everything = count + other_count, attempts + other_attempts
 
     def ways(numbers: range) -> int:
@@ -266,11 +256,20 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
     )
 
 
-def _both_expected(old: VariantResult, new: VariantResult) -> bool:
-    """Whether the reviewed expectation lists both failures for the same stack: which of them comes
-    first is chance."""
-    same_stack = old.stack == new.stack and old.versions in ({}, new.versions)
-    return same_stack and old.verdict == new.verdict and old.expected == new.expected == "expected"
+def _both_expected(old: Row, new: Row) -> bool:
+    """Return whether the reviewed expectation lists both failures for the same stack.
+
+    Which one comes first is chance.
+    """
+    same_stack = old.stack.name == new.stack.name and old.stack.versions in (
+        {},
+        new.stack.versions,
+    )
+    return (
+        same_stack
+        and old.stored_verdict == new.stored_verdict
+        and old.state == new.state == "expected"
+    )
 
 
 # -- as text and as JSON
@@ -278,17 +277,19 @@ def _both_expected(old: VariantResult, new: VariantResult) -> bool:
 SHOWN = 12  # changes of a kind; all of them with --all
 
 
-def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
+def describe_side(name: str, rows: Iterable[Row]) -> str:
     """Return a line: how many cells, on which hardware, stacks and commit."""
     cells = [next(iter(variants.values())) for variants in newest(rows).values()]
     stacks: dict[str, str] = {}
     for row in cells:
         releases = [
-            f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions
+            f"{p} {row.stack.versions[p]}"
+            for p in ("torch", "transformers")
+            if p in row.stack.versions
         ]
-        stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
+        stacks.setdefault(row.stack.name, f"{row.stack.name} ({', '.join(releases)})")
     commits = {(row.commit or "no commit")[:10] for row in cells}
-    hardware = ", ".join(sorted({f"{row.hardware}{_gpus(row)}" for row in cells}))
+    hardware = ", ".join(sorted({f"{row.hardware.profile}{_gpus(row)}" for row in cells}))
     commit = commits.pop() if len(commits) == 1 else f"{len(commits)} commits"
     return (
         f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)};"
@@ -296,19 +297,21 @@ def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
     )
 
 
-def _gpus(row: VariantResult) -> str:
-    names = Counter(row.machine["GPUs"].split(", ") if "GPUs" in row.machine else ())
+def _gpus(row: Row) -> str:
+    names = Counter(
+        row.hardware.description["GPUs"].split(", ") if "GPUs" in row.hardware.description else ()
+    )
     return f" ({', '.join(f'{count}x {name}' for name, count in names.items())})" if names else ""
 
 
-def describe_row(row: VariantResult | None) -> str:
+def describe_row(row: Row | None) -> str:
     """Return verdict, outcomes, failure ids and text of a variant."""
     if row is None:
         return "no result is stored"
     kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
-    outcomes = ", ".join(f"{kind} {count}/{row.measured}" for kind, count in kinds)
+    outcomes = ", ".join(f"{kind} {count}/{row.kinds.total()}" for kind, count in kinds)
     parts = [
-        f"{row.verdict}, " if row.verdict else "",
+        f"{row.stored_verdict}, " if row.stored_verdict else "",
         outcomes or row.skipped or row.text or "not measured",
     ]
     parts += [f" ({', '.join(row.failure_ids)})"] if row.failure_ids else []
@@ -316,8 +319,10 @@ def describe_row(row: VariantResult | None) -> str:
 
 
 def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
-    """Yield lines, the most important first. Changes of one case with the same text are listed
-    together."""
+    """Yield lines, the most important first.
+
+    Changes of one case with the same text are listed together.
+    """
     for kind in KINDS:
         groups: dict[tuple[str, ...], list[Change]] = {}
         for change in diff.select([kind]):
@@ -336,7 +341,7 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
             )
         if len(listed) > SHOWN and not everything:
             yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
-    reasons: dict[str, list[VariantResult]] = {}
+    reasons: dict[str, list[Row]] = {}
     for row, reason in diff.incomparable:
         reasons.setdefault(reason, []).append(row)
     if reasons:
@@ -349,7 +354,7 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
         )
     for reason, rows in reasons.items():
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        yield f"  {reason}: {rows[0].key} variant {rows[0].variant}{more}"
+        yield f"  {reason}: {rows[0].cell_id} variant {rows[0].variant}{more}"
     changed = sum(bool(change.before and change.after) for change in diff.changes)
     same = counted(diff.variants - changed - len(diff.incomparable), "variant")
     yield from (
@@ -362,7 +367,7 @@ def _places(changes: Sequence[Change], everything: bool) -> str:
     cells: dict[str, list[str]] = {}
     for change in changes:
         place = " ".join(change.row.axes) + (
-            "" if change.variant else f" ({change.row.stack}, {change.row.hardware})"
+            "" if change.variant else f" ({change.row.stack.name}, {change.row.hardware.profile})"
         )
         cells.setdefault(place, []).append(change.variant)
     places = [
@@ -395,22 +400,29 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
     }
 
 
-def place_to_json(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
+def place_to_json(before: Row | None, after: Row | None) -> dict[str, Any]:
     row: Any = after or before
-    documents = [(each and each.path) or None for each in (before, after)]
+    documents = [(each and each.evidence) or None for each in (before, after)]
     return {
         "case": row.case,
-        "cell": row.key,
+        "cell": row.cell_id,
         "axes": list(row.axes),
-        "hardware": row.hardware,
-        "stack": row.stack,
+        "hardware": row.hardware.profile,
+        "stack": row.stack.name,
         "variant": row.variant,
         "documents": documents,
     }
 
 
-def values_to_json(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
+def values_to_json(row: Row | None, variant: str = "any") -> dict[str, Any] | None:
     if row is None or not variant:
         return None
-    names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at")
-    return {name: getattr(row, name) for name in names}
+    return {
+        "verdict": row.stored_verdict,
+        "expected": row.state,
+        "kinds": dict(row.kinds),
+        "failure_ids": row.failure_ids,
+        "text": row.text,
+        "skipped": row.skipped,
+        "error_at": row.error_at,
+    }

@@ -1,8 +1,7 @@
-"""The history of nightly runs: ``nights.jsonl``, a JSON line per run."""
+"""Store nightly runs in ``nights.jsonl``, a JSON line per run."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,9 +11,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from repro_matrix.changes.diff import newest
-from repro_matrix.changes.sides import VariantResult
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
+from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"
@@ -22,27 +21,20 @@ FILE = "nights.jsonl"
 
 @dataclass(frozen=True)
 class NightlyRun:
-    """``exit_code``: that of `repro nightly`; None where it is unknown. ``stacks``: stack ->
-    versions.
+    """The newest result of each cell in one run.
 
-    ``rows``: without settings, paths and what they have in common. ``quarantined``: (cell id,
-    variant) of changes that
-    did not count.
+    ``exit_code``: that of `repro nightly`; None if it is unknown. ``packages``: stack -> its
+    packages, the complete list if the run stored it. ``quarantined``: (cell id, variant) of changes
+    that did not count. ``partial``: it measured or confirmed less than requested.
     """
 
-    schema: Literal[1]
     run_id: str
-    started: float
-    commit: str | None
-    exit_code: int | None
-    rows: tuple[VariantResult, ...]
-    stacks: Mapping[str, Mapping[str, str]]
+    rows: tuple[Row, ...]
+    exit_code: int | None = None
+    packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     quarantined: tuple[tuple[str, str], ...] = ()
-    dirty: bool = False
-    machines: Mapping[str, Mapping[str, str]] = field(
-        default_factory=dict
-    )  # hardware -> CPU, cores, memory ...
-    partial: bool = False  # it measured or confirmed less than requested: exit code 3
+    partial: bool = False
+    schema: Literal[2] = 2
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -52,50 +44,74 @@ class NightlyRun:
 
     @property
     def description(self) -> str:
-        less = "run without a difference, which measured or confirmed less than requested"
-        return f"last {less if self.partial else 'passing run'}"
+        if self.partial:
+            return "last run without a difference, which measured or confirmed less than requested"
+        return "last passing run"
+
+    @property
+    def started(self) -> float:
+        return max((row.started for row in self.rows), default=0.0)
+
+    @property
+    def commit(self) -> str | None:
+        """Return the commit, if all results have the same."""
+        commits = {row.commit for row in self.rows}
+        return commits.pop() if len(commits) == 1 else None
+
+    @property
+    def dirty(self) -> bool:
+        return any(row.dirty for row in self.rows)
+
+    def versions(self, stack: str) -> Mapping[str, str]:
+        return self.packages.get(stack, {})
+
+    def machine(self, hardware: str) -> Mapping[str, str]:
+        machines = (row.hardware for row in self.rows if row.hardware.profile == hardware)
+        return next((each.description for each in machines), {})
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
-_SHARED: dict[str, Any] = {
-    "versions": {},
-    "started": 0.0,
-    "commit": None,
-    "dirty": False,
-    "machine": {},
+# Details that no comparison reads, and that would be most of the file.
+_OMITTED: dict[str, Any] = {
+    "title": "",
+    "references": (),
+    "help": "",
+    "checks": (),
+    "errors": (),
+    "stacks": {},
     "settings": {},
-    "path": "",
+    "torchrun": None,
+    "evidence": "",
 }
+
+
+def _compact(row: Row) -> Row:
+    attempts = tuple(replace(each, reason="", metrics={}) for each in row.attempts)
+    return replace(row, attempts=attempts, stack=replace(row.stack, versions={}), **_OMITTED)
 
 
 def make_run(
     run_id: str,
-    rows: Iterable[VariantResult],
+    rows: Iterable[Row],
     exit_code: int | None = None,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> NightlyRun:
-    """Make a run of the newest result of each cell. ``packages``: all those of a stack, where they
-    are known."""
-    cells = newest(rows)
-    kept = [row for cell_id in sorted(cells) for row in cells[cell_id].values()]
-    commits = {row.commit for row in kept}
-    return NightlyRun(
-        1,
-        run_id,
-        max((row.started for row in kept), default=0.0),
-        commits.pop() if len(commits) == 1 else None,
-        exit_code,
-        tuple(replace(row, **_SHARED) for row in kept),
-        {row.stack: row.versions for row in kept} | dict(packages or {}),
-        (),
-        any(row.dirty for row in kept),
-        {row.hardware: row.machine for row in kept if row.machine},
-    )
+    """Make a run of the newest result of each cell.
+
+    ``packages``: stack -> all its packages, if they are known.
+    """
+    places = by_place(rows)
+    in_order = sorted(places.values(), key=lambda row: row.cell)
+    versions = {row.stack.name: row.stack.versions for row in in_order}
+    kept = tuple(map(_compact, in_order))
+    return NightlyRun(run_id, kept, exit_code, versions | dict(packages or {}))
 
 
 def load_history(folder: Path) -> list[NightlyRun]:
-    """Load the runs in the order in which they were stored. Raises ResultsError: the file cannot be
-    read, or a line of it is damaged."""
+    """Load the runs in the order in which they were stored.
+
+    Raises ResultsError: the file cannot be read, or a line of it is damaged.
+    """
     path = folder / FILE
     try:
         content = path.read_bytes()
@@ -106,7 +122,7 @@ def load_history(folder: Path) -> list[NightlyRun]:
     runs = []
     for number, text in enumerate(content.splitlines(), 1):
         try:
-            runs.append(_ADAPTER.validate_python(json.loads(text)))
+            runs.append(_ADAPTER.validate_json(text))
         except ValueError as error:
             raise ResultsError(
                 f"{path}:{number}: damaged: {line(str(error))}. Restore the file from a backup, or"
@@ -117,46 +133,36 @@ def load_history(folder: Path) -> list[NightlyRun]:
 
 def store_run(folder: Path, run: NightlyRun) -> None:
     """Add a run to the history, or replace the one of the same id. Raises OSError."""
-    runs = {each.run_id: each for each in [*load_history(folder), run]}
-    values = [
-        _ADAPTER.dump_python(each, mode="json", exclude_defaults=True) for each in runs.values()
-    ]
-    write_text(
-        folder / FILE, "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in values)
-    )
+    path = folder / FILE
+    text = _ADAPTER.dump_json(run).decode()
+    same_id = text[: text.index(',"rows":')]
+    content = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = list(filter(None, content.split("\n")))
+    stored = [each.startswith(same_id) for each in lines]
+    if True in stored:
+        lines[stored.index(True)] = text
+    else:
+        lines.append(text)
+    write_text(path, "\n".join(lines) + "\n")
 
 
-def check_one_commit(rows: Iterable[VariantResult]) -> None:
+def check_one_commit(rows: Iterable[Row]) -> None:
     """Raise ResultsError if the rows were measured at several commits."""
     cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
     if len(cells) > 1:
-        commits = ", ".join(
-            f"{commit} ({counted(count, 'cell')})" for commit, count in sorted(cells.items())
-        )
+        commits = ", ".join(f"{each} ({counted(cells[each], 'cell')})" for each in sorted(cells))
         raise ResultsError(
             f"results of several commits: {commits}. Measure all of them at one commit."
         )
 
 
-def check_each_once(sides: Iterable[Iterable[VariantResult]]) -> None:
-    """Raise ResultsError where two folders of one night have a result of the same variant: which of
-    them counts?"""
-    counts = Counter(place for rows in sides for place in by_place(rows))
-    for place, count in counts.items():
-        if count > 1:
-            raise ResultsError(
-                f"{' '.join(place)}: more than one of the folders has a result of it. Name one of"
-                " them."
-            )
+Place = tuple[str, str, str, str]  # cell id, stack, hardware, variant
 
 
-Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
+def place_of(row: Row) -> Place:
+    return (*row.cell, row.variant)
 
 
-def place_of(row: VariantResult) -> Place:
-    return row.key, row.hardware, row.stack, row.variant
-
-
-def by_place(rows: Iterable[VariantResult]) -> dict[Place, VariantResult]:
+def by_place(rows: Iterable[Row]) -> dict[Place, Row]:
     """Return the newest result of each variant."""
     return {place_of(row): row for variants in newest(rows).values() for row in variants.values()}

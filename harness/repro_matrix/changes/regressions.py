@@ -18,29 +18,28 @@ from repro_matrix.baseline.derivation import lacking
 from repro_matrix.baseline.releases import STATES
 from repro_matrix.changes.diff import Change, result_change
 from repro_matrix.changes.history import NightlyRun, Place, by_place, make_run, place_of
-from repro_matrix.changes.sides import VariantResult, from_row
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
+from repro_matrix.git import UNCOMMITTED, changed_files
 from repro_matrix.grading.expected import as_expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION, NOTHING_STORED
 from repro_matrix.results.rows import Row, with_catalog
 from repro_matrix.results.runs import KEPT, current_rows, runs_before, scratch
-from repro_matrix.results.store import UNCOMMITTED, changed_files
 from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some
 
 MOST_FILES = 2
 UNKNOWN_FILES = ("files that were not committed",)
+Reference = tuple[NightlyRun, Row]
+Differences = Mapping[str, tuple[str, str]]  # name -> then, now
 
 
 @dataclass(frozen=True)
 class ChangedCase:
-    """A case whose results changed on a stack since ``passing``, the last passing run that measured
-    them.
+    """A case whose results changed on a stack since ``passing``, the last run that passed with it.
 
-    ``versions``, ``machine``: package, or part of the machine -> (then, now), where they differ.
-    ``files``: those of
+    ``versions``, ``machine``: packages and parts of the machine that differ. ``files``: those of
     the catalog that differ. ``working_fixes``: those that work in every measured cell.
     """
 
@@ -48,24 +47,27 @@ class ChangedCase:
     stack: str
     passing: NightlyRun
     changes: tuple[Change, ...]
-    versions: Mapping[str, tuple[str, str]]
+    versions: Differences
     working_fixes: tuple[str, ...]
-    machine: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    machine: Differences = field(default_factory=dict)
     files: tuple[str, ...] = ()
 
     @property
     def moved(self) -> list[str]:
-        """Say what else changed since then: packages, the machine, the catalog's own files."""
+        """List what else changed since then: packages, the machine, the catalog's own files."""
         pairs = (*self.versions.items(), *self.machine.items())
         moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
-        moved += [list_some(self.files, MOST_FILES)] if self.files else []
-        moved += ["the passing run had uncommitted files"] * self.passing.dirty
-        return moved + ["no package"] * bool(moved and not self.versions)
+        if self.files:
+            moved.append(list_some(self.files, MOST_FILES))
+        if self.passing.dirty:
+            moved.append("the passing run had uncommitted files")
+        if moved and not self.versions:
+            moved.append("no package")
+        return moved
 
     @property
     def suspect(self) -> str:
-        """Return the command that shows the catalog's first file that changed, where no package
-        did; else ""."""
+        """Return the command that shows the first changed file, if no package changed."""
         if self.versions or self.files in ((), UNKNOWN_FILES):
             return ""
         name = self.files[0].removesuffix(UNCOMMITTED)
@@ -74,98 +76,94 @@ class ChangedCase:
 
     @property
     def digest(self) -> str:
-        """Identify the change: the same in each run that has it; another one after a passing run
-        without it."""
+        """Identify the change: it is the same in each run until a passing run comes between."""
         changes = sorted(
-            (
-                c.row.key,
-                c.row.hardware,
-                c.row.stack,
-                c.variant,
-                c.kind,
-                c.row.verdict or "",
-                *c.row.failure_ids,
-            )
+            (*place_of(c.row), c.kind, c.row.stored_verdict or "", *c.row.failure_ids)
             for c in self.changes
         )
-        return hashlib.sha256(
-            json.dumps([self.case, self.passing.run_id, changes]).encode()
-        ).hexdigest()[:12]
+        text = json.dumps([self.case, self.passing.run_id, changes])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass
 class Regressions:
-    """``new``: ids of cells that no passing run measured. ``previous``: the passing run with which
-    most of these variants were compared, preferably a whole one. ``quarantined``: (cell id,
-    variant) -> its change. ``references``: what each variant was compared with. ``passing``: the
-    runs. ``left_open``: variants that these have only with results unlike a prediction, so that
-    they are not compared. ``earlier``: whether earlier runs have these cells, passing or not."""
+    """The comparison of a run with the passing runs before it.
+
+    ``new``: ids of cells that no passing run measured. ``previous``: the passing run with which
+    most variants were compared, preferably a whole one. ``quarantined``: (cell id, variant) -> its
+    change. ``references``: the result that each variant was compared with. ``earlier``: whether
+    earlier runs have these cells, passing or not.
+    """
 
     changed: list[ChangedCase] = field(default_factory=list)
     new: set[str] = field(default_factory=set)
     previous: NightlyRun | None = None
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
-    references: dict[Place, tuple[NightlyRun, VariantResult]] = field(default_factory=dict)
+    references: dict[Place, Reference] = field(default_factory=dict)
     passing: Sequence[NightlyRun] = ()
-    left_open: tuple[str, ...] = ()
     earlier: bool = False
 
-    def unexpected(
-        self, tonight: Iterable[VariantResult], handled: Collection[str] = ()
-    ) -> list[VariantResult]:
-        """Return results that differ from their reviewed expectation, without those that are
-        quarantined or handled: of a change with one of these digests, or the same in the passing
-        run."""
-        known = {
-            place_of(c.row) for each in self.changed if each.digest in handled for c in each.changes
+    def unexpected(self, tonight: Iterable[Row], handled: Collection[str] = ()) -> list[Row]:
+        """Return results that differ from their reviewed expectation.
+
+        Without those that are quarantined or handled: the same in the passing run, or of a change
+        with such a digest.
+        """
+        acknowledged = {
+            place_of(change.row)
+            for each in self.changed
+            if each.digest in handled
+            for change in each.changes
         }
-
-        def passed_before(row: VariantResult) -> bool:
-            before = self.references[place_of(row)][1] if place_of(row) in self.references else None
-            return (
-                before is not None
-                and before.expected == row.expected
-                and before.verdict == row.verdict
-            )
-
+        same_before = {
+            (place, before.state, before.stored_verdict)
+            for place, (_, before) in self.references.items()
+        }
         return [
             row
             for place, row in by_place(tonight).items()
-            if row.expected == "unexpected"
-            and row.measured
-            and not (
-                place in known or (row.key, row.variant) in self.quarantined or passed_before(row)
-            )
+            if row.state == "unexpected"
+            and row.kinds
+            and place not in acknowledged
+            and (row.cell_id, row.variant) not in self.quarantined
+            and (place, row.state, row.stored_verdict) not in same_before
         ]
 
 
 @dataclass
 class Past:
-    """The passing runs of a variant since it last changed. ``recent``: the attempts of the newest
-    results, as long as they had the same outcomes; ``earlier``: all attempts before. ``reference``:
-    the newest of the earlier results whose attempts agree, else the first."""
+    """The passing results of a variant since it last changed.
 
-    reference: tuple[NightlyRun, VariantResult]
-    newest: tuple[NightlyRun, VariantResult]
+    ``recent``: the attempts of the newest results, as long as they had the same outcomes.
+    ``earlier``: all attempts before. ``reference``: the newest of the earlier results whose
+    attempts agree, else the first.
+    """
+
+    reference: Reference
+    newest: Reference
     recent: Counter[OutcomeName]
     earlier: Counter[OutcomeName] = field(default_factory=Counter)
 
-    def change(self, row: VariantResult) -> tuple[str | None, tuple[NightlyRun, VariantResult]]:
-        """Return the kind of the change or None, and what the result is compared with. Where
-        attempts disagree, all those of the passing runs count, and runs that have the same outcomes
-        as this one count with it: a fix may stop working in two steps. Of attempts that agree on a
-        result that is not the expected one, chance is no reason."""
+    def change(self, row: Row) -> tuple[str | None, Reference]:
+        """Return the kind of the change or None, and what the result is compared with.
+
+        Where attempts disagree, all those of the passing runs count, and runs that have the same
+        outcomes as this one count with it: a fix may stop working in two steps. If attempts agree
+        on a result that is not the expected one, chance is not the reason.
+        """
         kinds, again = Counter(row.kinds), row.kinds.keys() == self.recent.keys()
         pools = [(self.earlier + self.recent, kinds)]
-        pools += [(self.earlier, self.recent + kinds)] if again and self.earlier else []
+        if again and self.earlier:
+            pools.append((self.earlier, self.recent + kinds))
+        if row.steady and row.state == "unexpected":
+            pools = []
         reference = self.newest if self.newest[1].steady and not again else self.reference
-        unexpected = row.steady and row.expected == "unexpected"
-        kind = result_change(reference[1], row, () if unexpected else pools)
+        kind = result_change(reference[1], row, pools)
         if kind and not row.steady and reference[1].kinds.keys() & row.kinds.keys():
             kind = "became_flaky"
         return kind, reference if kind else self.newest
 
-    def add(self, run: NightlyRun, row: VariantResult) -> None:
+    def add(self, run: NightlyRun, row: Row) -> None:
         if row.kinds.keys() != self.recent.keys():
             self.earlier += self.recent
             self.recent.clear()
@@ -174,54 +172,51 @@ class Past:
         self.newest = run, row
 
 
-def _counts(run: NightlyRun, row: VariantResult) -> bool:
-    """Whether later results are compared with this one of a passing run: it has no quarantined
-    change, and is not what the run left open (one with exit code 3 passes, too)."""
-    left_open = run.partial and row.expected in DIFFERS_FROM_PREDICTION
-    return (
-        run.passed
-        and row.measured > 0
-        and not left_open
-        and (row.key, row.variant) not in run.quarantined
-    )
+def _counts(run: NightlyRun, row: Row) -> bool:
+    """Return whether later results are compared with this one.
+
+    Not with a quarantined change, and not with what its run left open (exit code 3 passes, too).
+    """
+    left_open = run.partial and row.state in DIFFERS_FROM_PREDICTION
+    quarantined = (row.cell_id, row.variant) in run.quarantined
+    return run.passed and bool(row.kinds) and not left_open and not quarantined
 
 
-def _only_flaky(run: NightlyRun, row: VariantResult) -> bool:
-    """Whether a night did not pass because a documented fix was flaky: its attempts count, or those
-    of the passing nights would look steadier than the fix is."""
-    return run.exit_code == 3 and row.expected == "differs_from_documentation" and not row.steady
+def _only_flaky(run: NightlyRun, row: Row) -> bool:
+    """Return whether a night did not pass because a documented fix was flaky.
+
+    Its attempts count, or those of the passing nights would look steadier than the fix is.
+    """
+    return run.exit_code == 3 and row.state == "differs_from_documentation" and not row.steady
 
 
 def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
-    """Return the past of each of these places in the results that count."""
+    """Return the past of each place in the results that count."""
     found: dict[Place, Past] = {}
     for run in history:
         for row in run.rows:
             place = place_of(row)
-            if place in found and _only_flaky(run, row):
-                found[place].add(run, row)
-            elif _counts(run, row) and place in measured:
-                if place not in found or found[place].change(row)[0]:
-                    found[place] = Past((run, row), (run, row), Counter(row.kinds))
-                else:
-                    found[place].add(run, row)
+            past = found.get(place)
+            counts = place in measured and _counts(run, row)
+            if past and (_only_flaky(run, row) or (counts and not past.change(row)[0])):
+                past.add(run, row)
+            elif counts:
+                found[place] = Past((run, row), (run, row), Counter(row.kinds))
     return found
 
 
 def compare_to_last_passing(
-    tonight: Iterable[VariantResult],
+    tonight: Iterable[Row],
     history: Sequence[NightlyRun],
     quarantined: Callable[[str, str], bool] = lambda *_: False,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Regressions:
     """Compare each variant with the passing runs whose result of it counts.
 
-    ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, where they
-    are known.
+    ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, if known.
     """
-    tonight = list(tonight)
     now = make_run("", tonight, packages=packages)
-    measured = {place: row for place, row in by_place(tonight).items() if row.measured}
+    measured = {place_of(row): row for row in now.rows if row.kinds}
     result = Regressions(passing=[run for run in history if run.passed])
     pasts = _pasts(history, measured)
     found: dict[tuple[str, str, str], tuple[NightlyRun, list[Change]]] = {}
@@ -229,45 +224,40 @@ def compare_to_last_passing(
         row = measured[place]
         kind, (run, before) = past.change(row)
         result.references[place] = run, before
-        if kind and quarantined(row.key, row.variant):
-            result.quarantined[row.key, row.variant] = f"{kind} since {run.run_id}"
+        if kind and quarantined(row.cell_id, row.variant):
+            result.quarantined[row.cell_id, row.variant] = f"{kind} since {run.run_id}"
         elif kind:
             change = Change(kind, row.variant, before, row)
-            found.setdefault((row.case, row.stack, run.run_id), (run, []))[1].append(change)
+            found.setdefault((row.case, row.stack.name, run.run_id), (run, []))[1].append(change)
     for (case, stack, _), (run, changes) in found.items():
-        versions = differing_packages(run.stacks.get(stack, {}), now.stacks[stack])
-        hardware = changes[0].row.hardware
-        machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
-        fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
+        hardware = changes[0].row.hardware.profile
+        fixes = working_fixes(case, [row for row in measured.values() if row.stack.name == stack])
         result.changed.append(
-            ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine)
+            ChangedCase(
+                case,
+                stack,
+                run,
+                tuple(changes),
+                differing_packages(run.versions(stack), now.versions(stack)),
+                fixes,
+                _differing(run.machine(hardware), now.machine(hardware)),
+            )
         )
-    shared = [
-        run
-        for run in result.passing
-        if any(_counts(run, row) and place_of(row) in measured for row in run.rows)
-    ]
-    left = {
-        f"{row.case}/{row.variant}"
-        for run in result.passing
-        for row in run.rows
-        if row.expected in DIFFERS_FROM_PREDICTION
-        and place_of(row) in measured.keys() - pasts.keys()
-    }
-    result.left_open = tuple(sorted(left))
     compared = Counter(run.run_id for run, _ in result.references.values())
     result.previous = max(
-        shared,
-        key=lambda run: (not run.partial, compared[run.run_id], shared.index(run)),
+        (run for run in result.passing if run.run_id in compared),
+        key=lambda run: (not run.partial, compared[run.run_id], run.started),
         default=None,
     )
-    result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
+    result.new = {row.cell_id for row in measured.values()} - {place[0] for place in pasts}
     return result
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with those before it (``runs_before``) that passed: with exit code 0, or 3
-    where less was measured than requested. At most ``KEPT`` are read."""
+    """Compare a run with the last ``KEPT`` runs before it that passed.
+
+    An exit code of 3 passes, too: less was measured than requested.
+    """
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
     before = runs_before(folder)
     for run in [each for each in before if each.exit_code in (0, 3)][-KEPT:]:
@@ -281,35 +271,37 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
                 or lost(notes)
                 or lacking(stored)
             )
-            found.append(replace(make_run(name, map(from_row, stored), 0), partial=bool(less)))
+            found.append(replace(make_run(name, stored, 0), partial=bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
-    results = [from_row(row) for row in rows]
+    results = rows
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)
     since.earlier = bool(before)
     return name_files(since, make_run("", results))
 
 
 def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
-    """Mark as unexpected what has no expectation of its own releases and was better: in the last
-    passing run that measured it, or, of a fix that fails and of which no release is known, with the
-    newest older release there."""
+    """Mark rows without an expectation of their own releases as unexpected if they were better.
+
+    Better in the last passing run that measured them; a fix that fails, and of which no release is
+    known, also with the newest older release there.
+    """
     changed = {place_of(change.row) for each in since.changed for change in each.changes}
     upgraded = {(each.case, each.stack) for each in since.changed if DATED & each.versions.keys()}
 
     def better_before(row: Row) -> tuple[str | None, str] | None:
-        place = row.cell_id, row.hardware.profile, row.stack.name, row.variant
+        place = place_of(row)
         now = STATES.get(row.verdict or "")
         if place not in since.references:
             failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"
             return _worked(row, since.passing) if failing_fix and not row.nearest else None
         run, before = since.references[place]
-        works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
+        works_now = row.verdict == "FIXED" and STATES.get(before.stored_verdict or "") != "absent"
         upstream = now == "absent" and (row.case, row.stack.name) in upgraded
-        same = before.verdict == as_expected(row.verdict or "") or not changed & {
+        same = before.stored_verdict == as_expected(row.verdict or "") or not changed & {
             place,
             (*place[:3], "unfixed"),
         }
-        return None if same or works_now or upstream else (before.verdict, run.run_id)
+        return None if same or works_now or upstream else (before.stored_verdict, run.run_id)
 
     marked = []
     for row in rows:
@@ -323,14 +315,13 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
 
 
 def _worked(row: Row, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
-    """Return FIXED and where it was measured, if the newest older release on this hardware shows
-    it."""
+    """Return FIXED and its run, if the newest older release on this hardware shows that."""
     place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
     found = [
-        (run.stacks.get(one.stack, {}), one.verdict, run.run_id)
+        (run.versions(one.stack.name), one.stored_verdict, run.run_id)
         for run in passing
         for one in run.rows
-        if one.measured and (one.key, one.hardware, one.variant) == place
+        if one.kinds and (one.cell_id, one.hardware.profile, one.variant) == place
     ]
     older = [each for each in found if is_older(each[0], versions)]
     newest = next(
@@ -352,28 +343,22 @@ def name_files(since: Regressions, now: NightlyRun) -> Regressions:
 def differing_packages(
     then: Mapping[str, str], now: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Return package -> (then, now); where only one side lists all its packages, only of the usual
-    ones."""
-    if any(not side.keys() - set(RELEVANT) for side in (then, now)):
-        then, now = (
-            {name: each[name] for name in each if name in RELEVANT} for each in (then, now)
-        )
-    return _differing(then, now)
+    """Return the packages that differ: only the usual ones, unless both sides list all packages."""
+    differing = _differing(then, now)
+    if then.keys() <= set(RELEVANT) or now.keys() <= set(RELEVANT):
+        return {name: pair for name, pair in differing.items() if name in RELEVANT}
+    return differing
 
 
 def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    pairs = (
-        {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})}
-        if then
-        else {}
-    )
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in {**then, **now}}
+    return {name: pairs[name] for name in sorted(pairs) if then and len(set(pairs[name])) > 1}
 
 
-def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
+def working_fixes(case: str, rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the fixes that work in every cell in which they were measured."""
     verdicts: dict[str, set[str | None]] = {}
     for row in rows:
         if row.case == case and row.role == "fix":
-            verdicts.setdefault(row.variant, set()).add(row.verdict)
+            verdicts.setdefault(row.variant, set()).add(row.stored_verdict)
     return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})

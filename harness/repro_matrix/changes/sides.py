@@ -1,144 +1,22 @@
-"""Read what one side of a comparison names: a folder of results or a stack of the baseline ->
-rows."""
+"""Read one side of a comparison: folders of results, or a stack of the baseline."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
-
-from pydantic import ConfigDict, PositiveInt
 
 from repro_matrix.baseline.derivation import lacking
 from repro_matrix.config import catalog, project
-from repro_matrix.config.vocabulary import RELEVANT, OutcomeName, VerdictName
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
-from repro_matrix.grading.checks import number
-from repro_matrix.grading.expected import as_expected
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
+from repro_matrix.results.runs import Run
 from repro_matrix.results.summary import load_rows
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
-
-
-@dataclass(frozen=True)
-class VariantResult:
-    """The result of one variant of a cell. ``kinds``: outcome -> number of attempts that are
-    evidence."""
-
-    case: str
-    key: str
-    variant: str
-    axes: tuple[str, ...]
-    hardware: str
-    stack: str
-    model: str = ""
-    strategy: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    started: float = 0.0
-    commit: str | None = None
-    control: bool = False
-    first: bool = False
-    verdict: VerdictName | None = None
-    expected: str | None = None
-    kinds: Mapping[OutcomeName, PositiveInt] = field(default_factory=dict)
-    failure_ids: tuple[str, ...] = ()
-    text: str = ""
-    skipped: str | None = None
-    error_at: str | None = None
-    role: str = ""
-    dirty: bool = False  # measured with uncommitted files of the catalog or the harness
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    settings: Any = field(
-        default_factory=dict
-    )  # records.attempt.Settings; none: comparable with all
-    path: str = ""
-    tolerance_used: Mapping[str, float] = field(
-        default_factory=dict
-    )  # numeric check -> part of it; above 1 it fails
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # changes/history.py validates what it reads
-
-    @property
-    def measured(self) -> int:
-        return sum(self.kinds.values())
-
-    @property
-    def steady(self) -> bool:
-        return len(self.kinds) == 1
-
-
-def from_row(row: Row, folder: str = "") -> VariantResult:
-    """Keep of a summary row what comparisons need. ``folder``: the results folder that holds its
-    evidence."""
-    attempts = row.evidence_attempts
-    failures = sorted({name for each in attempts for name in each.failures})
-    return VariantResult(
-        row.case,
-        row.cell_id,
-        row.variant,
-        row.axes,
-        row.hardware.profile,
-        row.stack.name,
-        row.model,
-        row.strategy,
-        {name: version for name, version in row.stack.versions.items() if name in RELEVANT},
-        row.started,
-        row.commit,
-        row.kind == "control",
-        row.first,
-        cast(Any, as_expected(row.verdict) if row.verdict else None),
-        row.state,
-        cast(Any, Counter(each.outcome for each in attempts)),
-        tuple(failures),
-        row.reason if set(row.counts) - {"passed"} else "",
-        row.skipped,
-        row.error_at,
-        row.role,
-        row.dirty,
-        machine_of(row),
-        row.settings,
-        os.path.join(folder, row.evidence) if row.evidence else "",
-        tolerance_used(row),
-    )
-
-
-def tolerance_used(row: Row) -> dict[str, float]:
-    """Return how much of its tolerance each numeric check uses, the most of all ranks."""
-    found: dict[str, float] = {}
-    for check in row.checks:
-        actual, expected = (
-            v if isinstance(v, list) else [v] for v in (check["actual"], check["expected"])
-        )
-        tolerance, pairs = (
-            number(check["tolerance"]),
-            [(number(a), number(b)) for a, b in zip(actual, expected)],
-        )
-        differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
-        if tolerance and differences and len(differences) == len(actual) == len(expected):
-            found[check["name"]] = round(
-                max(max(differences) / tolerance, found.get(check["name"], 0.0)), 3
-            )
-    return found
-
-
-def machine_of(row: Row) -> dict[str, Any]:
-    """Return what a reader wants to know of the machine when a result changed."""
-    hardware = row.hardware
-    memory = f"{hardware.memory_gb:.0f} GiB" if hardware.memory_gb else None
-    values = {
-        "CPU": hardware.cpu,
-        "cores": hardware.cores,
-        "memory": memory,
-        "GPUs": ", ".join(hardware.gpus),
-        "driver": hardware.driver,
-    }
-    return {name: str(value) for name, value in values.items() if value}
 
 
 def patterns_of(texts: Iterable[str]) -> dict[str, list[str]]:
@@ -153,35 +31,54 @@ def patterns_of(texts: Iterable[str]) -> dict[str, list[str]]:
 
 @dataclass
 class Side:
-    """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could
-    not be read;
-    ``lacking``: cells of which less was measured than requested."""
+    """The results of one side.
+
+    ``notes``: remarks on the files. ``unreadable``: the notes about results that could not be read.
+    ``lacking``: cells that were not measured completely. ``runs``: the manifests.
+    """
 
     name: str
-    rows: list[VariantResult] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def packages(self) -> dict[str, Mapping[str, str]]:
+        """All packages of each stack, if the runs stored them."""
+        return {stack: each for run in self.runs for stack, each in run.stacks.items()}
+
+    def values(self, axis: str) -> list[str]:
+        """Return the value of an axis of each row."""
+        index = AXES.index(axis)
+        return [(row.case, row.model, row.strategy, *row.cell[1:])[index] for row in self.rows]
 
     def select(self, texts: Sequence[str]) -> Side:
-        """Return the rows that ``NAME=GLOB,...`` choose. Raises ConfigError: no such axis, or no
-        row left."""
-        rows = self.rows
+        """Return the rows that ``NAME=GLOB,...`` choose.
+
+        Raises ConfigError: unknown axis, or no row left.
+        """
+        left = self
         for name, patterns in patterns_of(texts).items():
+            pairs = zip(left.rows, left.values(name))
             rows = [
-                r
-                for r in rows
-                if any(fnmatch.fnmatchcase(getattr(r, name), pattern) for pattern in patterns)
+                row
+                for row, value in pairs
+                if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns)
             ]
             if not rows:
-                known, text = (
-                    sorted({getattr(row, name) for row in self.rows}),
-                    f"{name}={','.join(patterns)}",
-                )
+                known = ", ".join(sorted(set(self.values(name)))[:8])
                 raise ConfigError(
-                    f"{self.name}: no result has {text}. Present: {', '.join(known[:8])}."
+                    f"{self.name}: no result has {name}={','.join(patterns)}. Present: {known}."
                 )
-        return replace(self, rows=rows)
+            left = replace(left, rows=rows)
+        return left
+
+
+def _in_folder(row: Row, folder: Path) -> Row:
+    """Return the row with a path to its evidence that does not depend on the results folder."""
+    return replace(row, evidence=str(folder / row.evidence)) if row.evidence else row
 
 
 def load_side(name: str) -> Side:
@@ -205,7 +102,7 @@ def load_side(name: str) -> Side:
     for folder in (folder for folder in project.published() if folder.is_dir()):
         rows = load_rows(folder, notes=side.notes)
         side.rows += [
-            from_row(row, str(folder)) for row in rows if name in (row.stack.name, row.stack.label)
+            _in_folder(row, folder) for row in rows if name in (row.stack.name, row.stack.label)
         ]
         stacks |= {row.stack.name for row in rows}
     if not side.rows:
@@ -223,6 +120,7 @@ def join_sides(name: str, sides: Iterable[Side]) -> Side:
         joined.notes += side.notes
         joined.unreadable += side.unreadable
         joined.lacking += side.lacking
+        joined.runs += side.runs
     return joined
 
 
@@ -232,7 +130,8 @@ def load_folder(root: Path, name: str = "") -> Side:
     if not root.is_dir():
         raise ResultsError(f"{root}: no such folder of results")
     rows = load_rows(root, notes=side.unreadable)
-    side.rows = [from_row(row, str(root)) for row in rows]
+    side.runs = [run for run in [runs.read_run(root)] if run]
+    side.rows = [_in_folder(row, root) for row in rows]
     side.lacking = list(dict.fromkeys(row.cell_id for row in lacking(rows)))
     cases = catalog.load().cases
     unknown_cases = sorted({row.case for row in rows} - cases.keys())

@@ -1,9 +1,9 @@
-"""May I upgrade? What stored results and expectations say about two stacks. Pure.
+"""Compare what stored results and expectations say about two stacks: may I upgrade? Pure.
 
 A result counts for a stack with the same releases of torch, transformers and what the case
 requires; other packages may differ. Where nothing was measured, an expectation's ranges of releases
-may say it. Only passing or failing counts: another wording, or another error of what failed before,
-is no reason not to upgrade.
+may say it. Only passing or failing counts: another message, or another error of what failed before,
+is not a reason against an upgrade.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from repro_matrix.runner.schedule import UNKNOWN_S, recorded
 from repro_matrix.runner.session import Request
 from repro_matrix.text import counted, first_line
 
-State = Literal["passes", "reproduces", "fails", "flaky"]
+State = Literal["passes", "reproduces", "fails"]
+Kind = Literal["new_failure", "fix_stopped_working"]
 _OF_OUTCOME: Mapping[str, State] = {"passed": "passes", "reproduced": "reproduces"}
 _OF_UNFIXED: Mapping[str, State] = {
     "absent": "passes",
@@ -48,7 +49,7 @@ _OF_VERDICT: Mapping[str, State] = {
     "DIFFERENT_FAILURE": "fails",
     "FIX_BREAKS": "fails",
 }
-ABSENT, UNPINNED, DISAGREE = " (it has none)", "pins no", "attempts disagree"
+ABSENT = " (it has none)"
 UNREAD = "the releases of {} are not known"
 EXIT_CODES = {"GO": 0, "GO with these fixes": 1, "NO-GO": 1, "UNDECIDED": 3}
 
@@ -61,9 +62,11 @@ class End(NamedTuple):
 
 
 class KnownState(NamedTuple):
-    """What a variant shows on a stack. ``settings``: empty where an expectation says it.
-    ``releases``: those of the packages that it depends on. ``assumed``: an expectation says it, and
-    they do not lie between measured ones."""
+    """The state of a variant on a stack.
+
+    ``settings``: empty if an expectation says it. ``releases``: those of the packages that the
+    variant depends on. ``assumed``: an expectation says it, and they are not between measured ones.
+    """
 
     state: State
     text: str = ""
@@ -72,11 +75,22 @@ class KnownState(NamedTuple):
     assumed: bool = False
 
 
+class Gap(NamedTuple):
+    """Why the state of a variant on a stack is not known; "": it was not measured.
+
+    ``lost``: a stack lacks a package for it, or attempts disagree.
+    """
+
+    reason: str = ""
+    lost: bool = False
+
+
 class Unknown(NamedTuple):
-    """A variant that is not compared. ``ends``: the stacks on which it would have to be measured.
-    ``lost``: it is known on the stack in use, and the new one lacks a package for it, or attempts
-    disagree there. ``nearest``: "same", "worse" or "better" by the nearest measured releases; ""
-    where they say nothing."""
+    """A variant that is not compared.
+
+    ``ends``: the stacks on which it has to be measured. ``lost``: it is known only on the stack in
+    use. ``nearest``: "same", "worse" or "better" by the nearest measured releases, or "".
+    """
 
     cell: Cell
     variant: str
@@ -87,8 +101,11 @@ class Unknown(NamedTuple):
 
 
 class ReleaseBoundary(NamedTuple):
-    """``first``: the first measured release with the failure, ``last``: the last one without it,
-    ``exact``: no release lies between them."""
+    """The releases between which a failure begins.
+
+    ``first``: the first measured release with the failure. ``last``: the last one without it.
+    ``exact``: there is no release between them.
+    """
 
     package: str
     first: str
@@ -102,10 +119,12 @@ class ReleaseBoundary(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What gets worse in a case. ``variants``: those that fail. ``fixes``: variants that pass on
-    the new stack in all these cells."""
+    """A case that gets worse.
 
-    kind: Literal["new_failure", "fix_stopped_working"]
+    ``variants``: those that fail. ``fixes``: variants that pass on the new stack in all its cells.
+    """
+
+    kind: Kind
     case: Case
     cells: tuple[Cell, ...]
     variants: tuple[str, ...]
@@ -134,9 +153,12 @@ class Problem:
 
 @dataclass
 class Upgrade:
-    """``gone``: cases whose failure no longer occurs. ``same``: of the ``compared`` results.
-    ``informed``: those that depend on a package which changes. ``seconds``: to measure what is
-    missing."""
+    """The comparison of two stacks.
+
+    ``gone``: cases whose failure does not occur any more. ``same``: unchanged results.
+    ``informed``: results that depend on a package which changes. ``seconds``: to measure what is
+    missing.
+    """
 
     source: End
     target: End
@@ -150,7 +172,7 @@ class Upgrade:
 
     @property
     def missing(self) -> set[tuple[str, str]]:
-        """The cells to measure: (key, stack)."""
+        """Return the cells to measure: (key, stack)."""
         return {(each.cell.key, end) for each in self.unknown for end in each.ends}
 
     @property
@@ -181,7 +203,7 @@ def compare_stacks(request: Request, ends: Sequence[End], rows: Sequence[Row]) -
     catalogue, settings = request.catalogue, request.settings
     result, sides = Upgrade(ends[0], ends[1]), [_Side(catalogue, end, rows) for end in ends]
     hardware = sorted({row.hardware.kind for row in rows} | {"cpu"}, key=lambda name: name != "cpu")
-    pairs: dict[str, dict[tuple[Cell, str], tuple[KnownState, KnownState]]] = defaultdict(dict)
+    pairs: dict[str, dict[tuple[Cell, str], Pair]] = defaultdict(dict)
     took = recorded(rows)
     for cell in request.cells:
         case = catalogue.cases[cell.case]
@@ -217,66 +239,46 @@ def compare_stacks(request: Request, ends: Sequence[End], rows: Sequence[Row]) -
     return result
 
 
-def _pair(
-    sides: Sequence[_Side], cell: Cell, variant: str, hardware: str
-) -> tuple[KnownState, KnownState] | Unknown:
-    found = [side.known(cell, variant, hardware) for side in sides]
-    never = tuple(side.end.name for side, each in zip(sides, found) if each is None)
-    reasons = [each for each in found if isinstance(each, str)]
-    if reasons:
-        lost = isinstance(found[0], KnownState) and any(
-            text in reasons[0] for text in (UNPINNED, DISAGREE)
-        )
-        return Unknown(cell, variant, reasons[0], lost=lost)
-    if never:
+Pair = tuple[KnownState, KnownState]  # on the stack in use, and on the new one
+
+
+def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> Pair | Unknown:
+    old, new = (side.known(cell, variant, hardware) for side in sides)
+    for gap in (old, new):
+        if isinstance(gap, Gap) and gap.reason:
+            lost = gap.lost and isinstance(old, KnownState)
+            return Unknown(cell, variant, gap.reason, lost=lost)
+    if isinstance(old, Gap) or isinstance(new, Gap):
+        never = tuple(s.end.name for s, each in zip(sides, (old, new)) if isinstance(each, Gap))
         unread = " and ".join(side.end.name for side in sides if not side.end.versions)
         reason = UNREAD.format(unread) if unread else f"never measured on {' or '.join(never)}"
-        gpus = sides[0].catalogue.cases[cell.case].requires.gpus
-        reason += f" (needs {counted(gpus, 'GPU')})" if gpus else ""
-        return Unknown(
-            cell, variant, reason, never, nearest=_nearest(sides, cell, variant, hardware)
-        )
-    old, new = (each for each in found if isinstance(each, KnownState))
+        if gpus := sides[0].catalogue.cases[cell.case].requires.gpus:
+            reason += f" (needs {counted(gpus, 'GPU')})"
+        nearest = _nearest(sides, cell, variant, hardware)
+        return Unknown(cell, variant, reason, never, nearest=nearest)
     difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
     if difference:
-        return Unknown(
-            cell,
-            variant,
-            f"measured with other settings: {difference}",
-            tuple(s.end.name for s in sides),
-        )
+        reason = f"measured with other settings: {difference}"
+        return Unknown(cell, variant, reason, tuple(side.end.name for side in sides))
     assumed = tuple(side.end.name for side, each in zip(sides, (old, new)) if each.assumed)
-    if (
-        assumed and old.state == new.state and old.releases != new.releases
-    ):  # that nothing changes is not known
-        return Unknown(
-            cell,
-            variant,
-            f"{' and '.join(assumed)}: its releases do not lie between measured ones",
-            assumed,
-        )
+    if assumed and old.state == new.state and old.releases != new.releases:
+        reason = f"{' and '.join(assumed)}: its releases do not lie between measured ones"
+        return Unknown(cell, variant, reason, assumed)
     return old, new
 
 
 def _nearest(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> str:
     """Return what changes by the nearest measured releases."""
-    both = [side.known(cell, variant, hardware, nearest=True) for side in sides]
-    old, new = (each.state if isinstance(each, KnownState) else None for each in both)
-    if old is None or new is None:
+    old, new = (side.known(cell, variant, hardware, nearest=True) for side in sides)
+    if isinstance(old, Gap) or isinstance(new, Gap):
         return ""
-    return (
-        "same"
-        if old == new
-        else "worse"
-        if old == "passes"
-        else "better"
-        if new == "passes"
-        else "same"
-    )
+    if "passes" not in (old.state, new.state) or old.state == new.state:
+        return "same"
+    return "worse" if old.state == "passes" else "better"
 
 
 class _Side:
-    """What is known of one stack: its newest results, else what expectations say."""
+    """The knowledge about one stack: its newest results, else its expectations."""
 
     def __init__(self, catalogue: Catalogue, end: End, rows: Iterable[Row]) -> None:
         self.catalogue, self.end = catalogue, end
@@ -288,90 +290,76 @@ class _Side:
 
     def known(
         self, cell: Cell, variant: str, hardware: str, nearest: bool = False
-    ) -> KnownState | str | None:
-        """Return what is known, or why it cannot be; None: it was not measured. ``nearest``: what
-        the nearest measured releases agree on is enough."""
-        case, versions = self.catalogue.cases[cell.case], self.end.versions
+    ) -> KnownState | Gap:
+        """Return what is known, or why it is not.
+
+        ``nearest``: what the nearest measured releases agree on is enough.
+        """
+        versions = self.end.versions
         if not versions:
-            return None
-        models, strategies = self.catalogue.models, self.catalogue.strategies
-        needed = []
-        for each in (
-            next(iter(case.variants.values())),
-            case.variants[variant],
-        ):  # a fix is compared with the first
-            model, strategy = (
-                models[each.model or cell.model],
-                strategies[each.strategy or cell.strategy],
-            )
-            needed += needs(case, each, model, strategy, (hardware,))
-        unmet = next(filter(None, (unmet_requirement(item, versions) for item in needed)), None)
-        if unmet:
-            text = unmet.removesuffix(ABSENT)
-            return (
-                f"{self.end.name} lacks {unmet}"
-                if text == unmet
-                else f"{self.end.name} {UNPINNED} {text}"
-            )
-        deciding = frozenset(
-            {"torch", "transformers", *(canonical(Requirement(item).name) for item in needed)}
-        )
+            return Gap()
+        needed = self._needed(cell, variant, hardware)
+        for unmet in filter(None, (unmet_requirement(item, versions) for item in needed)):
+            absent = unmet.endswith(ABSENT)
+            text = f"pins no {unmet.removesuffix(ABSENT)}" if absent else f"lacks {unmet}"
+            return Gap(f"{self.end.name} {text}", lost=absent)
+        names = {"torch", "transformers", *(canonical(Requirement(item).name) for item in needed)}
+        deciding = frozenset(names)
         here = _releases(deciding, versions)
         for row in self.rows[cell.key, variant, hardware]:
             if _releases(deciding, row.stack.versions) == here:
-                failed = [each for each in row.evidence_attempts if each.outcome != "passed"]
-                outcomes = {each.outcome for each in row.evidence_attempts}
-                if len(outcomes) > 1:
-                    return f"{DISAGREE} on {self.end.name}"
-                text = first_line(failed[0].reason) if failed else ""
-                return KnownState(
-                    _OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, here
-                )
-        patched = any("+" in release_of(versions.get(name, "")) for name in deciding)
-        found = (
-            None if patched else self._expected(case, cell, variant, hardware, deciding, nearest)
-        )
-        return found and found._replace(releases=here)
+                return self._measured(row, here)
+        if any("+" in release_of(versions.get(name, "")) for name in deciding):  # a patched build
+            return Gap()
+        found = self._expected(cell, variant, hardware, deciding, nearest)
+        return found._replace(releases=here) if found else Gap()
+
+    def _needed(self, cell: Cell, variant: str, hardware: str) -> list[str]:
+        """Return the requirements of a variant and of the first one, with which it is compared."""
+        case, found = self.catalogue.cases[cell.case], list[str]()
+        for each in (next(iter(case.variants.values())), case.variants[variant]):
+            model = self.catalogue.models[each.model or cell.model]
+            strategy = self.catalogue.strategies[each.strategy or cell.strategy]
+            found += needs(case, each, model, strategy, (hardware,))
+        return found
+
+    def _measured(self, row: Row, releases: frozenset[tuple[str, str]]) -> KnownState | Gap:
+        outcomes = {each.outcome for each in row.evidence_attempts}
+        if len(outcomes) > 1:
+            return Gap(f"attempts disagree on {self.end.name}", lost=True)
+        failed = [each for each in row.evidence_attempts if each.outcome != "passed"]
+        text = first_line(failed[0].reason) if failed else ""
+        return KnownState(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, releases)
 
     def _expected(
-        self,
-        case: Case,
-        cell: Cell,
-        variant: str,
-        hardware: str,
-        deciding: frozenset[str],
-        nearest: bool,
+        self, cell: Cell, variant: str, hardware: str, deciding: frozenset[str], nearest: bool
     ) -> KnownState | None:
-        trimmed = self.expecting.get((case.slug, deciding))
-        if trimmed is None:
-            kept = [
-                {name: each.versions[name] for name in each.versions if name in deciding}
-                for each in case.expect
-            ]
-            entries = [
-                each.model_copy(update={"versions": only}) for each, only in zip(case.expect, kept)
-            ]
-            trimmed = self.expecting[case.slug, deciding] = case.model_copy(
-                update={"expect": entries}
-            )
+        case, versions = self._ranged_over(cell.case, deciding), self.end.versions
         unfixed = variant == "unfixed"
         for name in case.variants if unfixed else [variant]:
-            found = basis(trimmed, cell.where, name, self.end.versions, hardware)
+            found = basis(case, cell.where, name, versions, hardware)
             agree = found and not found.on_cpu and len(set(found.verdicts)) == 1
-            entry = (
-                found.entries[0] if found and agree and (nearest or not found.releases) else None
-            )
-            verdict = entry.verdicts[name] if entry else ""
-            state = (
-                _OF_UNFIXED.get(STATES.get(verdict, "")) if unfixed else _OF_VERDICT.get(verdict)
-            )
-            if entry and state:
+            if not (found and agree and (nearest or not found.releases)):
+                continue
+            entry = found.entries[0]
+            verdict = entry.verdicts[name]
+            of_unfixed = _OF_UNFIXED.get(STATES.get(verdict, ""))
+            if state := of_unfixed if unfixed else _OF_VERDICT.get(verdict):
                 listed = [] if unfixed else entry.failure_ids_of(name) or []
-                within = all(
-                    _within(each, entry.measured_at, self.end.versions) for each in deciding
-                )
+                within = all(_within(each, entry.measured_at, versions) for each in deciding)
                 return KnownState(state, " or ".join(listed), assumed=not within)
         return None
+
+    def _ranged_over(self, slug: str, deciding: frozenset[str]) -> Case:
+        """Return a case whose expectations depend on these packages only."""
+        if (slug, deciding) not in self.expecting:
+            case = self.catalogue.cases[slug]
+            entries = []
+            for entry in case.expect:
+                kept = {name: entry.versions[name] for name in entry.versions if name in deciding}
+                entries.append(entry.model_copy(update={"versions": kept}))
+            self.expecting[slug, deciding] = case.model_copy(update={"expect": entries})
+        return self.expecting[slug, deciding]
 
 
 def _releases(names: Iterable[str], versions: Mapping[str, str]) -> frozenset[tuple[str, str]]:
@@ -383,7 +371,7 @@ def _releases(names: Iterable[str], versions: Mapping[str, str]) -> frozenset[tu
 def _within(
     package: str, measured: Iterable[Mapping[str, str]], versions: Mapping[str, str]
 ) -> bool:
-    """Whether a release lies between those that were measured; a pre-release never does."""
+    """Return whether a release is between measured ones; a pre-release never is."""
     ends = sorted(Version(release_of(each[package])) for each in measured if package in each)
     try:
         version = Version(release_of(versions.get(package, "")))
@@ -396,8 +384,7 @@ _BUILD = re.compile(r"cpu|cu\d|rocm|xpu")
 
 
 def release_of(text: str) -> str:
-    """Return a version without what it was built for (+cpu, +cu124); a patched build (+x) keeps its
-    label."""
+    """Return a version without its build (+cpu, +cu124); a patched build (+x) keeps its label."""
     try:
         version = Version(text)
     except InvalidVersion:
@@ -406,47 +393,40 @@ def release_of(text: str) -> str:
 
 
 def _problems(
-    case: Case, found: Mapping[tuple[Cell, str], tuple[KnownState, KnownState]], ends: Sequence[End]
+    case: Case, found: Mapping[tuple[Cell, str], Pair], ends: Sequence[End]
 ) -> Iterator[Problem]:
     first = next(iter(case.variants))
     offered = [name for name, each in case.variants.items() if name == first or each.role == "fix"]
     worse = {
-        key: new
-        for key, (old, new) in found.items()
-        if key[1] in offered and old.state == "passes" != new.state
+        (cell, name): new
+        for (cell, name), (old, new) in found.items()
+        if name in offered and old.state == "passes" != new.state
     }
-    newly = {key: new for key, new in worse.items() if key[1] == first}
-    lost = {key: new for key, new in worse.items() if (key[0], first) not in newly}
-    for kind, group in (("new_failure", newly), ("fix_stopped_working", lost)):
-        if group:
-            cells = tuple(dict.fromkeys(cell for cell, _ in group))
-            now = [
-                [pair[1].state for cell in cells if (pair := found.get((cell, name)))]
-                for name in offered
-            ]
-            fixes = tuple(
-                name for name, states in zip(offered, now) if states == ["passes"] * len(cells)
+    newly = {(cell, name): new for (cell, name), new in worse.items() if name == first}
+    lost = {(cell, name): new for (cell, name), new in worse.items() if (cell, first) not in newly}
+    groups: tuple[tuple[Kind, Any], ...] = (("new_failure", newly), ("fix_stopped_working", lost))
+    for kind, group in groups:
+        if not group:
+            continue
+        cells = tuple(dict.fromkeys(cell for cell, _ in group))
+        fixes = tuple(
+            name
+            for name in offered
+            if all(
+                (pair := found.get((cell, name))) and pair[1].state == "passes" for cell in cells
             )
-            variants, known = (
-                tuple(dict.fromkeys(name for _, name in group)),
-                next(iter(group.values())),
-            )
-            boundary = _boundary(case, ends) if group is newly else None
-            yield Problem(
-                kind,  # type: ignore[arg-type]
-                case,
-                cells,
-                variants,
-                known.state,
-                known.text,
-                fixes,
-                boundary,
-            )
+        )
+        known = next(iter(group.values()))
+        variants = tuple(dict.fromkeys(name for _, name in group))
+        boundary = _boundary(case, ends) if group is newly else None
+        yield Problem(kind, case, cells, variants, known.state, known.text, fixes, boundary)
 
 
 def _boundary(case: Case, ends: Sequence[End]) -> ReleaseBoundary | None:
-    """Return where the failure begins between the two stacks, if measured releases of one package
-    alone show it."""
+    """Return where the failure begins between the two stacks.
+
+    None, unless measured releases of only one package show it.
+    """
     found = releases_of(case)
     old, new = (each.versions.get(found.package, "") for each in ends)
     for before, after in pairwise(found.ranges) if old and new else ():

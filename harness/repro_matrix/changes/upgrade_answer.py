@@ -1,4 +1,4 @@
-"""The answer of `repro upgrade`: the verdict in a sentence, then its details. Pure."""
+"""Word the answer of `repro upgrade`: the verdict in a sentence, then its details. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks.spec import parse_stack, version_differences
 from repro_matrix.text import counted, list_some
 
-SHOWN, FIXES, CHANGES = (
-    6,
-    3,
-    10,
-)  # reasons and cases, fixes of a problem, and packages that are listed
+SHOWN = 6  # reasons and cases
+FIXES = 3  # of a problem
+CHANGES = 10  # packages
 
 
 def verdict_sentence(upgrade: Upgrade) -> str:
@@ -42,17 +40,17 @@ def verdict_sentence(upgrade: Upgrade) -> str:
         return f"NO-GO: {hold} because {_what(unfixed[0])}{more} ({_share(upgrade)})"
     if verdict == "GO":
         return f"GO: no new failure, and every fix that works still works ({_share(upgrade)})"
-    lost = [each for each in upgrade.unknown if each.lost]
-    worse = (
-        f": at least these fixes are needed: {fixes}" if fixes else ": nothing gets worse in these"
-    )
-    worse += ", but none of them depends on what changes" * (not upgrade.informed)
-    worse *= bool(upgrade.compared)
-    gone = (
-        f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}"
-        if lost
-        else ""
-    )
+    worse = ""
+    if upgrade.compared:
+        worse = ": nothing gets worse in these"
+        if fixes:
+            worse = f": at least these fixes are needed: {fixes}"
+        if not upgrade.informed:
+            worse += ", but none of them depends on what changes"
+    gone = ""
+    if lost := [each for each in upgrade.unknown if each.lost]:
+        count = counted(len(lost), "result")
+        gone = f"; {count} of today cannot be compared: {lost[0].reason}"
     return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}{_by_nearest(upgrade)[:-1]}"
 
 
@@ -64,26 +62,20 @@ def _share(upgrade: Upgrade) -> str:
 
 
 def _by_nearest(upgrade: Upgrade) -> str:
-    """Say what the nearest measured releases predict of what was not measured."""
+    """Describe what the nearest measured releases predict."""
     counts = Counter(each.nearest for each in upgrade.unknown if each.nearest)
+    if not counts:
+        return ""
     worse = dict.fromkeys(
         f"{each.cell.case}/{each.variant}" for each in upgrade.unknown if each.nearest == "worse"
     )
     names = f" ({list_some(list(worse))})" if worse else ""
-    parts = [
-        f"{counts['same']} the same",
-        f"{counts['worse']} worse{names}",
-        f"{counts['better']} better",
-    ]
-    return (
-        f". By the nearest measured releases, which is no measurement: {', '.join(parts)}."
-        if counts
-        else ""
-    )
+    parts = f"{counts['same']} the same, {counts['worse']} worse{names}, {counts['better']} better"
+    return f". By the nearest measured releases, which is no measurement: {parts}."
 
 
 def _unread(upgrade: Upgrade) -> str:
-    """Say what to do where the releases of a stack are not known."""
+    """Advise what to do if the releases of a stack are not known."""
     names = [each.name for each in (upgrade.source, upgrade.target) if not each.versions]
     todo = [
         f"pin torch in {name}" if parse_stack(name).file else f"run `repro stack lock {name}`"
@@ -96,15 +88,14 @@ Moved = dict[str, tuple[str, str]]
 
 
 def _moved(upgrade: Upgrade) -> tuple[Moved, Moved, Moved]:
-    """Return the packages whose releases differ: those that results depend on, the others, and
-    those that only one stack has ("" in the other)."""
+    """Return the packages whose releases differ, in three groups.
+
+    Those that results depend on, the others, and those that only one stack has ("" in the other).
+    """
     found: tuple[Moved, Moved, Moved] = {}, {}, {}
-    known = upgrade.source.versions and upgrade.target.versions
-    for name, pair in (
-        version_differences(upgrade.source.versions, upgrade.target.versions).items()
-        if known
-        else ()
-    ):
+    old, new = upgrade.source.versions, upgrade.target.versions
+    differences = version_differences(old, new) if old and new else {}
+    for name, pair in differences.items():
         if release_of(pair[0]) != release_of(pair[1]):
             found[2 if not all(pair) else name not in UPSTREAM][name] = pair
     return found
@@ -124,70 +115,64 @@ def _fix(case: Case, variant: str) -> str:
 
 def describe_upgrade(upgrade: Upgrade) -> Iterator[str]:
     """Yield the verdict, then its details."""
-    source, target = upgrade.source.name, upgrade.target.name
     yield verdict_sentence(upgrade)
     for each in upgrade.problems:
-        failing = "" if each.kind == "new_failure" else f" (variant {', '.join(each.variants)})"
-        yield from (
-            "",
-            f"{each.kind.replace('_', ' ')}: {each.case.slug}{failing}: {each.case.title}",
-        )
-        yield f"  in {', '.join(cell.where for cell in each.cells)}: {each.text or each.state}"
-        if each.boundary:
-            nearest = "" if each.boundary.exact else f"; {each.boundary.last} does not have it"
-            yield f"  from {each.boundary.package} {each.boundary.first}{nearest}"
-        else:
-            yield f"  the release is not known; search: {each.bisect(source, target)}"
-        fixes = [_fix(each.case, name) for name in each.fixes]
-        yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing that was compared'}"
+        yield from _describe_problem(upgrade, each)
     yield ""
-    *both, single = _moved(upgrade)
-    for head, moved in zip(("Changes", "Changes that are not judged here"), both):
-        listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
-        yield from (
-            [f"{head}: {list_some(listed, CHANGES, more='more (--json)')}."] if listed else []
-        )
-    for index, name in enumerate((source, target)):
-        listed = [f"{package} {pair[index]}" for package, pair in single.items() if pair[index]]
-        judged = [
-            package for package, pair in single.items() if pair[index] and package in UPSTREAM
-        ]
-        consequence = (
-            f" What needs {' or '.join(judged)} is not compared." if judged else " Not judged here."
-        )
-        yield from (
-            [f"Only in {name}: {list_some(listed, CHANGES, more='more (--json)')}.{consequence}"]
-            if listed
-            else []
-        )
+    yield from _describe_packages(upgrade)
     if upgrade.gone:
-        yield (
-            f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')}"
-            f" ({list_some(upgrade.gone, SHOWN)})."
-        )
-    other = upgrade.compared - upgrade.same
-    yield (
-        f"Compared: {counted(upgrade.compared, 'result')}, {upgrade.same} unchanged, {other}"
-        " changed."
-    )
+        count = counted(len(upgrade.gone), "known failure")
+        yield f"Fixed by the upgrade: {count} ({list_some(upgrade.gone, SHOWN)})."
+    same, other = upgrade.same, upgrade.compared - upgrade.same
+    yield f"Compared: {counted(upgrade.compared, 'result')}, {same} unchanged, {other} changed."
     reasons = Counter(each.reason for each in upgrade.unknown).most_common()
     if reasons:
-        yield (
-            f"Not compared: {counted(len(upgrade.unknown), 'result')}{_by_nearest(upgrade) or '.'}"
-        )
+        count = counted(len(upgrade.unknown), "result")
+        yield f"Not compared: {count}{_by_nearest(upgrade) or '.'}"
     shown = SHOWN if reasons[SHOWN + 1 :] else SHOWN + 1
-    yield from (f"  {count} {reason}" for reason, count in reasons[:shown])
-    if reasons[shown:]:
-        yield (
-            f"  {sum(count for _, count in reasons[shown:])} for other reasons, which --json lists"
-        )
+    yield from (f"  {number} {reason}" for reason, number in reasons[:shown])
+    if rest := sum(number for _, number in reasons[shown:]):
+        yield f"  {rest} for other reasons, which --json lists"
     if upgrade.missing:
         cells = counted(len({key for key, _ in upgrade.missing}), "cell")
         minutes = f"about {max(1, round(upgrade.seconds / 60))} min"
+        stacks = f"{upgrade.source.name} or {upgrade.target.name}"
         yield (
-            f"To measure {cells}: --measure ({minutes}, and building {source} or {target} if they"
-            " are missing)."
+            f"To measure {cells}: --measure ({minutes}, and building {stacks} if they are missing)."
         )
+
+
+def _describe_problem(upgrade: Upgrade, problem: Problem) -> Iterator[str]:
+    case, boundary = problem.case, problem.boundary
+    failing = "" if problem.kind == "new_failure" else f" (variant {', '.join(problem.variants)})"
+    yield ""
+    yield f"{problem.kind.replace('_', ' ')}: {case.slug}{failing}: {case.title}"
+    cells = ", ".join(cell.where for cell in problem.cells)
+    yield f"  in {cells}: {problem.text or problem.state}"
+    if boundary:
+        nearest = "" if boundary.exact else f"; {boundary.last} does not have it"
+        yield f"  from {boundary.package} {boundary.first}{nearest}"
+    else:
+        command = problem.bisect(upgrade.source.name, upgrade.target.name)
+        yield f"  the release is not known; search: {command}"
+    fixes = [_fix(case, name) for name in problem.fixes]
+    yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing that was compared'}"
+
+
+def _describe_packages(upgrade: Upgrade) -> Iterator[str]:
+    *both, single = _moved(upgrade)
+    for head, moved in zip(("Changes", "Changes that are not judged here"), both):
+        listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
+        if listed:
+            yield f"{head}: {list_some(listed, CHANGES, more='more (--json)')}."
+    for index, end in enumerate((upgrade.source, upgrade.target)):
+        only = {package: pair[index] for package, pair in single.items() if pair[index]}
+        if only:
+            listed = [f"{package} {release}" for package, release in only.items()]
+            judged = " or ".join(package for package in only if package in UPSTREAM)
+            rest = f"What needs {judged} is not compared." if judged else "Not judged here."
+            text = list_some(listed, CHANGES, more="more (--json)")
+            yield f"Only in {end.name}: {text}. {rest}"
 
 
 def upgrade_to_json(upgrade: Upgrade) -> dict[str, Any]:

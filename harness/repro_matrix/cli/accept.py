@@ -1,9 +1,8 @@
-"""`repro accept --reason ...`: make measured verdicts the expected ones, and publish the results
-that support them.
+"""`repro accept --reason ...`: make measured verdicts the expected ones, and publish their results.
 
 The results are written to results/baseline, and each case's table in results/expected is computed
 from them. Only this command writes expectations, and the change is reviewed. --dry-run shows what
-would be written.
+would be written. With --from DIR,DIR,... the results of several folders are published together.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
+from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
 
@@ -78,7 +79,7 @@ def _side_options(side: str) -> Any:
 def main(args: options.Arguments) -> int:
     from repro_matrix.compare import consistency, two_sides  # numpy
     from repro_matrix.compare.page import render_comparison
-    from repro_matrix.report.render import write_report
+    from repro_matrix.report.page import write_report
     from repro_matrix.runner.adhoc_case import in_shell
 
     sides = {side: _side(args, side) for side in ("good", "bad")}
@@ -94,7 +95,7 @@ def main(args: options.Arguments) -> int:
     varied = {}
     if scripts.varies(args):
         varied = {side: scripts.configurations(each)[0] for side, each in sides.items()}
-    runner = two_sides.TraceRunner(log, stop)
+    runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         found = two_sides.compare_trainings(runner, (one, built[0]), (other, built[1]), window)
         for (side, chosen), stack in zip(varied.items(), built):

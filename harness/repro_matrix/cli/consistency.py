@@ -24,6 +24,7 @@ from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
+from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
 
@@ -38,13 +39,13 @@ from repro_matrix.text import log, one_line
 @options.trace
 def main(args: options.Arguments) -> int:
     from repro_matrix.compare import consistency  # numpy
-    from repro_matrix.compare.two_sides import TraceRunner, Window
+    from repro_matrix.compare.two_sides import Window
     from repro_matrix.runner.adhoc_case import in_shell
 
     chosen, base = scripts.configurations(args)
     stack = in_shell(replace(stacks.resolve(base, say=log), name=base))
     stop = threading.Event()
-    runner = TraceRunner(log, stop)
+    runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         found, runs = consistency.check_consistency(
             runner, chosen, stack, Window(args.steps, args.from_step)

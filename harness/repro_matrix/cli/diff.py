@@ -5,9 +5,8 @@ stack of the baseline (torch2.2-tf4.39, current). If each side has one stack or 
 these differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no
-result differs, but B lacks results of A that its run was asked for, or a file cannot be read; 2
-usage, no results, or no cell in common. Results that only B has are listed and do not change the
-exit code.
+result differs, but B lacks results of A that its run planned, or a file cannot be read; 2 usage, no
+results, or no cell in common. Results that only B has are listed and do not change the exit code.
 --agreement: 0 a GPU agrees with a CPU; 1 they differ; 3 no such pair; 2 as above.
 """
 
@@ -17,12 +16,10 @@ import click
 
 from repro_matrix.changes import agreement
 from repro_matrix.changes import diff as diffs
-from repro_matrix.changes.nightly import load_requested
 from repro_matrix.changes.sides import Side, load_side
 from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
-from repro_matrix.results import runs
 from repro_matrix.text import counted, log
 
 
@@ -50,17 +47,12 @@ def main(args: options.Arguments) -> int:
 
 
 def _diff(args: options.Arguments, one: Side, other: Side) -> int:
-    if not any(row.measured for side in (one, other) for row in side.rows):
+    if not any(row.kinds for side in (one, other) for row in side.rows):
         raise ConfigError(
             f"nothing to compare: neither {args.one} nor {args.other} has a measured result"
         )
     everything = diffs.compare_rows(one.rows, other.rows)
-    requested = [
-        load_requested(folder, other.rows)
-        for folder in runs.named_folders(args.other)
-        if runs.read_run(folder)
-    ]
-    result = everything.without_unrequested(requested)
+    result = everything.without_unrequested(other.runs)
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)

@@ -123,8 +123,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _version() -> str:
+    from repro_matrix.git import code_state
     from repro_matrix.paths import PACKAGE, ROOT
-    from repro_matrix.results.store import code_state, harness_version
+    from repro_matrix.results.store import harness_version
 
     commit, changed = code_state()
     state = f", commit {commit[:12]}" if commit else ""

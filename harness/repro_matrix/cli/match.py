@@ -1,10 +1,11 @@
-"""`repro match train.log ...`: find known failures in training logs, and what stored measurements
-say about them.
+"""`repro match train.log ...`: find known failures in training logs, and what helps.
 
-The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
+The versions come from the log; for packages that it does not mention, from stack=NAME or
+--versions.
 
-exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file,
-not a log, every log empty); 3 no failure. For several logs, the lowest of their codes.
+exit codes: 0 a known failure was recognized; 1 a failure, but not a known one; 2 usage (no such
+file, a format that is not read, every log empty); 3 no failure. For several logs, the lowest of
+their codes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from repro_matrix.report.terminal import print_json, print_notes
     "logs",
     nargs=-1,
     metavar="[LOG]...",
-    help="a training log, also gzip or UTF-16; - or none: stdin",
+    help="a training log: text, gzip or JSON lines; - or none: stdin",
 )
 @click.option(
     "--versions",
@@ -49,10 +50,9 @@ def main(args: options.Arguments) -> int:
     found = []
     codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
-        damaged: list[str] = []
-        seen = scan(read_lines(path, damaged), known)
+        seen = scan(read_lines(path), known)
         answer, empty = recognize(seen, known), empty and not seen.lines
-        codes.add(ExitCode.USAGE if damaged and answer.exit_code == 3 else answer.exit_code)
+        codes.add(ExitCode.USAGE if seen.unread and answer.exit_code == 3 else answer.exit_code)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases, given))
         else:
@@ -64,7 +64,9 @@ def main(args: options.Arguments) -> int:
 
 def _versions(stacks: list[str], file: str | None) -> Versions | None:
     """Return the versions of a stack's lock, of this environment (``current``), or of a file.
-    Raises ConfigError."""
+
+    Raises ConfigError.
+    """
     if len(stacks) + bool(file) > 1:
         raise ConfigError(
             f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions."

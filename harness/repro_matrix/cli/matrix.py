@@ -73,6 +73,7 @@ def run_selection(
     log("\n".join([f"repro: {prepared.headline()}", *notes]))
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
+
     stop = threading.Event()
     with (
         workspace.folder(prepared, texts, resumed) as finish,

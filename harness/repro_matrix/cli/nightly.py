@@ -1,16 +1,14 @@
-"""`repro nightly RESULTS...`: compare a nightly run with the last passing one; write an issue for
-each changed case.
+"""`repro nightly RESULTS...`: compare a nightly run with the last passing one.
 
-RESULTS: tonight's result folders (of the pinned stack, of the floating one); of a folder of runs,
-e.g. results/scratch, the last run. Run this as the last step of a job; see docs/guides/nightly.md.
-The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
+RESULTS: tonight's result folders (of the pinned stack, of the floating one, or of all shards); of a
+folder of runs, e.g. results/scratch, the last run. Run this as the last step of a job; see
+docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
 
-For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between
+If the lock of a stack differs from the one of the last passing run, `repro bisect` searches between
 the two locks, for --bisect-time in all; probes are stored, so that the next run continues. Each
-changed case gets a Markdown file in
---issues, with a title line and a last line `change=DIGEST`; `gh issue create` posts it.
---acknowledged: a file with
-such lines of handled changes, e.g. the texts of closed issues; these do not count.
+changed case gets a Markdown file in --issues, with a title line and a last line `change=DIGEST`;
+`gh issue create` posts it. --acknowledged: a file with such lines of handled changes, e.g. the
+texts of closed issues; these changes do not count.
 
 exit codes: 1 a result changed, or is not the expected one, and is neither quarantined nor
 acknowledged, or a quarantine entry has expired; else the exit code of the runs (--run-exit-code);
@@ -28,12 +26,12 @@ import click
 
 from repro_matrix.baseline import quarantine
 from repro_matrix.changes import nightly
-from repro_matrix.changes.sides import load_folder
+from repro_matrix.changes.sides import join_sides, load_folder
 from repro_matrix.cli import options
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
-from repro_matrix.report import render as load
 from repro_matrix.report.formats import to_issue
+from repro_matrix.report.page import write_report
 from repro_matrix.report.terminal import print_notes, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
@@ -103,19 +101,20 @@ def main(args: options.Arguments) -> int:
     quarantine.check_quarantine(entries, catalog.load())
     folders = [runs.last_run(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
-    sides = [load_folder(folder) for folder in folders]
-    print_notes([note for side in sides for note in side.notes])
-    name, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
-    report = nightly.finish_night(
-        name, sides, folders, history, entries, today, code, locks, handled
+    side = join_sides(", ".join(map(str, folders)), map(load_folder, folders))
+    print_notes(side.notes)
+    run_id = args.run_id or str(today)
+    night = nightly.Night(
+        run_id, side, today, entries, args.run_exit_code, dict(args.lock), handled
     )
+    report = nightly.finish_night(night, history)
     print_notes(report.notes)
-    bisections = nightly.Bisections(history, report.run_id, seconds)
-    target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
+    bisections = nightly.Bisections(history, run_id, seconds)
+    target = Path(args.issues).expanduser() if args.issues else history / "issues" / run_id
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
-        title, text = to_issue(changes, report.run_id, args.page, reports)
-        load.write_report(target / f"{case}.md", text)
+        title, text = to_issue(changes, run_id, args.page, reports)
+        write_report(target / f"{case}.md", text)
         print(f"{title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code

@@ -26,7 +26,7 @@ from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import in_shell
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
-from repro_matrix.search.reduce import CaseReduction, ScriptReduction
+from repro_matrix.search.reduce import CaseReduction, Limits, ScriptReduction
 from repro_matrix.text import log
 
 
@@ -66,10 +66,8 @@ def _script(args: options.Arguments, stop: threading.Event) -> ScriptReduction:
     if args.command:
         raise ConfigError("reduce varies --args: write ./train.py --args ... instead of --.")
     script, spec, settings = scripts.script_of(args)
-    stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
-    return ScriptReduction(
-        script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop
-    )
+    stack, limits = in_shell(_stack(spec)), Limits(settings.repeat or 1, args.max_probes)
+    return ScriptReduction(script, args.case, args.script_args, stack, limits, log, stop)
 
 
 def _stack(spec: str) -> Stack:

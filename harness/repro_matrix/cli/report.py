@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,12 +17,11 @@ from repro_matrix.changes.sides import patterns_of
 from repro_matrix.cli import options
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
-from repro_matrix.report import render as load
-from repro_matrix.report.render import Results
+from repro_matrix.report import page
+from repro_matrix.report.formats import find_format, format_names
+from repro_matrix.report.load import Results, load_results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
-
-FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
 @options.command
@@ -40,7 +40,7 @@ FORMATS = ("html", "text", "junit", "markdown", "json")
 )
 @click.option(
     "--format",
-    type=options.Choice(FORMATS),
+    type=options.Choice(format_names()),
     default="html",
     help="default: html, one self-contained file",
 )
@@ -53,6 +53,7 @@ FORMATS = ("html", "text", "junit", "markdown", "json")
     "--site", metavar="DIR", help="write a static site: an index, and a page for each case"
 )
 def main(args: options.Arguments) -> int:
+    gc.freeze()
     gc.disable()  # many small objects that all live to the end: collections double the time
     results_root = project.current().results
     folders = [Path(word).expanduser() for word in args.overrides if "=" not in word]
@@ -68,21 +69,21 @@ def main(args: options.Arguments) -> int:
     selection = patterns_of(word for word in args.overrides if "=" in word)
     target = _target(args, folders, results_root, "-selected" if selection else "")
     history = Path(args.history).expanduser() if args.history else None
-    found = load.load_results(folders, selection, history)
+    found = load_results(folders, selection, history)
     if not found.cells and not found.remarks.incomplete:
         _refuse_nothing(selection, folders, found)
     if args.site:
-        site = load.render_site(load.page(found, folders))
-        load.write_site(Path(args.site), site)
+        site = page.render_site(page.page_of(found))
+        page.write_site(Path(args.site), site)
         print(f"{len(site)} pages: {Path(args.site) / 'index.html'}")
         return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    text = load.render_page(args.format, found, folders, target)
+    text = find_format(args.format)(replace(found, target=target))
     if target is None:
         sys.stdout.write(text)
     else:
-        load.write_report(target, text)
+        page.write_report(target, text)
         print(target)
     return _exit_code(found)
 

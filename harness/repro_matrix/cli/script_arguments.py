@@ -6,8 +6,7 @@ import copy
 import re
 import shlex
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from repro_matrix.cli.options import Arguments, one_stack
 from repro_matrix.config.settings import RunSettings, compose_run
@@ -23,13 +22,7 @@ if TYPE_CHECKING:
 
 OVERRIDES = ("stack", "repeat", "results", "deadline", "env")  # those that apply to a script
 # option -> the function that reads the failure from its value
-FAILURES: dict[str, Callable[[Any], ScriptFailure]] = {
-    "--error": script_failure.error,
-    "--log": script_failure.failure_in_log,
-    "--exit": script_failure.failure_by_exit_code,
-    "--hang": script_failure.hang,
-    "--metric": script_failure.metric,
-}
+FAILURES = {f"--{name}": read for name, read in script_failure.OPTIONS.items()}
 
 
 def names_script(args: Arguments) -> bool:

@@ -1,5 +1,4 @@
-"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause
-and releases."""
+"""`repro show CASE`: show its symptom, variants, fixes, claims, cause and releases."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ from repro_matrix.report.terminal import print_json, print_notes, print_table, p
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner import prerequisites
-from repro_matrix.runner.session import Request, Session, make_request
-from repro_matrix.text import counted, list_some
+from repro_matrix.runner.prepared import Session
+from repro_matrix.runner.session import Request, make_request
+from repro_matrix.text import counted
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 ROLES = (
@@ -58,108 +58,100 @@ AXES = ("model", "strategy", "stack", "world_size", "devices")
 @options.flag("--commands", "show the command of each variant, to run it yourself")
 @options.json
 def main(args: options.Arguments) -> int:
-    for again in (word for word in args.overrides if word.startswith("case=")):
-        raise ConfigError(f"{again}: the case is given already: {args.case}")
-    chosen = ",".join(word for word in args.overrides if "=" not in word)
-    texts = [word for word in args.overrides if "=" in word] + (
-        [f"variants=[{chosen}]"] if chosen else []
-    )
-    request = make_request(texts)
-    cases = request.catalogue.cases
-    named = [slug for slug in cases if args.case in slug and args.case not in cases]
-    names = named if len(named) > 1 else expand("case", [args.case], cases)
-    if len(names) > 1:
-        listed = [f"  {slug:<{max(map(len, names))}}  {cases[slug].title}" for slug in names]
-        raise ConfigError(
-            "\n".join([f"{args.case}: `repro show` takes one case. These match:", *listed])
-        )
-    request = replace(
-        request, selections=[replace(each, case=names) for each in request.selections]
-    )
+    request, case = _select_case(args.case, args.overrides)
     print_notes(request.left_out)
-    case = cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)
     commands = args.commands or bool(prepared.settings.variants)
-    predicted = {
-        prediction.case
-        for claim in case.claims
-        for prediction in claim.predictions
-        if prediction.case
-    }
-    rows = runs.rows_of_cases({case.slug, *predicted})
-    variants = list(_variants(prepared, plan, case, rows, commands or args.json))
+    predictions = (prediction for claim in case.claims for prediction in claim.predictions)
+    rows = runs.rows_of_cases({case.slug, *(each.case for each in predictions if each.case)})
+    variants = list(_variant_rows(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows)
-    showing = [
+    shown = [
         row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]
     ]
-    text, reproduced = (
-        symptom(max(showing, key=lambda row: row.started, default=None), case),
-        releases_of(case),
-    )
-    stack = prepared.stacks.get(plan.cell.stack)
+    sign = symptom(max(shown, key=lambda row: row.started, default=None), case)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
+    releases = releases_of(case).sentence
     if args.json:
-        fields = case.model_dump(mode="json", exclude={"slug", "claims"})
-        print_json(
-            {
-                "case": case.slug,
-                **fields,
-                "symptom": text,
-                "releases": reproduced.sentence,
-                "script": place,
-                "variants": variants,
-                "claims": [asdict(claim) for claim in claims],
-            }
-        )
+        found = {"case": case.slug, **case.model_dump(mode="json", exclude={"slug", "claims"})}
+        found |= {"symptom": sign, "releases": releases, "script": place, "variants": variants}
+        print_json(found | {"claims": [asdict(claim) for claim in claims]})
         return 0
-    more = (
-        f" (one of {len(request.cells)} combinations; choose with model=, strategy=)"
-        if request.cells[1:]
-        else ""
-    )
-    title = (
-        f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack"
-        f" {plan.cell.stack}{more}"
-    )
-    if not case.expect:
-        title = (
-            "Ways to run it. Nothing is expected yet: `repro accept` writes"
-            f" results/expected/{case.slug}.yaml."
-        )
     print_wrapped(f"{case.slug}: {case.title}")
-    if text:
-        print_wrapped(textwrap.shorten(f"Symptom: {text}", SYMPTOM, placeholder=" ..."))
-    print_wrapped("")
-    heads = ["variant", "what it changes", "role", "result", "help"]
-    table = [
-        [v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
-        for v in variants
-    ]
-    print_table(title, heads, table, narrow=(heads[1], heads[-1]))
-    if near := list(
-        dict.fromkeys(release for v in variants if v["expected"] for release in v["nearest"])
-    ):
-        print_wrapped(
-            f"Expected as in the nearest measurements: {list_some(near, len(near))}. Where they"
-            " disagree, the first is shown."
-        )
-    if case.kind == "failure":
-        print_wrapped(ROLES)
-        stopped = {v["variant"] for v in variants if v["last"].partition(" ")[0] in FAILING}
-        if todo := " ".join(_what_to_do(case, stack.versions if stack else {}, stopped)):
-            print_wrapped("", f"What to do: {todo}")
+    if sign:
+        print_wrapped(textwrap.shorten(f"Symptom: {sign}", SYMPTOM, placeholder=" ..."))
+    stack = prepared.stacks.get(plan.cell.stack)
+    _print_variants(
+        _table_title(request, plan, case), case, variants, stack.versions if stack else {}
+    )
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
     if claims:
         print_wrapped("", "Claims of the threads, and what stored measurements show")
         terminal.print_lines(terminal.claim_lines(claims, terminal.columns()))
-    print_wrapped("", *_details(case), f"script: {place}", "")
-    about = {"SIMULATED": case.simulated, "Cause": case.summary, "Releases": reproduced.sentence}
+    print_wrapped("", *_facts(case), f"script: {place}", "")
+    about = {"SIMULATED": case.simulated, "Cause": case.summary, "Releases": releases}
     print_wrapped(*(f"{name}: {text}" for name, text in about.items() if text))
     print_wrapped(f"Run it: repro run {case.slug}, or manually: repro show {case.slug} --commands")
     return 0
+
+
+def _select_case(name: str, words: Sequence[str]) -> tuple[Request, Case]:
+    """Return the request for one case, by its name or an unambiguous part of it."""
+    for again in (word for word in words if word.startswith("case=")):
+        raise ConfigError(f"{again}: the case is given already: {name}")
+    chosen = ",".join(word for word in words if "=" not in word)
+    variants = [f"variants=[{chosen}]"] if chosen else []
+    request = make_request([*(word for word in words if "=" in word), *variants])
+    cases = request.catalogue.cases
+    similar = [] if name in cases else [slug for slug in cases if name in slug]
+    names = similar if similar[1:] else expand("case", [name], cases)
+    if names[1:]:
+        listed = [f"  {slug:<{max(map(len, names))}}  {cases[slug].title}" for slug in names]
+        head = f"{name}: `repro show` takes one case. These match:"
+        raise ConfigError("\n".join([head, *listed]))
+    selections = [replace(each, case=names) for each in request.selections]
+    return replace(request, selections=selections), cases[names[0]]
+
+
+def _table_title(request: Request, plan: CellPlan, case: Case) -> str:
+    if not case.expect:
+        file = f"results/expected/{case.slug}.yaml"
+        return f"Ways to run it. Nothing is expected yet: `repro accept` writes {file}."
+    cell = f"{plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}"
+    more = f" (one of {len(request.cells)} combinations; choose with model=, strategy=)"
+    return f"Ways to run it: {cell}{more if request.cells[1:] else ''}"
+
+
+def _print_variants(
+    title: str, case: Case, variants: Sequence[Mapping[str, Any]], versions: Mapping[str, str]
+) -> None:
+    heads = ["variant", "what it changes", "role", "result", "help"]
+    table = [
+        [
+            v["variant"],
+            _changed_settings(case.variants[v["variant"]]),
+            v["role"],
+            _result(v),
+            v["help"],
+        ]
+        for v in variants
+    ]
+    print_wrapped("")
+    print_table(title, heads, table, narrow=(heads[1], heads[-1]))
+    near = {release: None for v in variants if v["expected"] for release in v["nearest"]}
+    if near:
+        print_wrapped(
+            f"Expected as in the nearest measurements: {', '.join(near)}. Where they disagree,"
+            " the first is shown."
+        )
+    if case.kind == "failure":
+        print_wrapped(ROLES)
+        stopped = {v["variant"] for v in variants if v["last"].partition(" ")[0] in FAILING}
+        if todo := " ".join(_what_to_do(case, versions, stopped)):
+            print_wrapped("", f"What to do: {todo}")
 
 
 def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> str:
@@ -168,17 +160,20 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
     return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
 
 
-def _expected(
+def _expected_here(
     case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]
 ) -> tuple[str, list[str]]:
-    """Return an expected verdict as a run on this machine reports it (the baseline shows where the
-    failure was), and with what it was measured, where that is not this stack and hardware. Of the
-    unfixed variant return the outcome, which follows from the verdicts of the others."""
+    """Return an expected verdict as a run on this machine reports it.
+
+    The baseline shows where the failure was. The second value is the place of the measurement, if
+    that is not this stack and hardware. For the unfixed variant the outcome is returned, which
+    follows from the verdicts of the others.
+    """
     if needed := depends_on_capabilities(case, name):
         return f"by {', '.join(needed)}", []  # known when ranks have run
     if case.kind == "failure" and name == next(iter(case.variants)):
         others = (
-            _expected(case, plan, other, versions) for other in case.variants if other != name
+            _expected_here(case, plan, other, versions) for other in case.variants if other != name
         )
         return next(
             ((OUTCOMES[STATES[verdict]], near) for verdict, near in others if verdict in STATES),
@@ -227,8 +222,10 @@ def _result(variant: Mapping[str, Any]) -> str:
 
 
 def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str]) -> Iterator[str]:
-    """Yield what helps on these versions: what to write for the first fix, and the names of the
-    others. ``stopped``: fixes that the last run here shows not to work."""
+    """Yield what helps on these versions: how to apply the first fix, and the names of the others.
+
+    ``stopped``: fixes that failed in the last run here.
+    """
     found = advice(case, versions)
     if not found:
         return
@@ -246,7 +243,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str
         yield "no fix is known to work; see the variants above."
         return
     first, *more = helps
-    yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."
+    yield f"{case.variants[first].help or _changed_settings(case.variants[first])} ({first})."
     if more:
         yield f"Also: {', '.join(more)}."
     yield f"As a folder for an issue: repro export {case.slug} --variant {first}"
@@ -267,7 +264,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     return prepared, prepared.plans[0]
 
 
-def _variants(
+def _variant_rows(
     prepared: Session, plan: CellPlan, case: Case, rows: Sequence[Row], commands: bool
 ) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
@@ -278,7 +275,7 @@ def _variants(
         )
         declared, (expected, near) = (
             case.variants[name],
-            _expected(case, plan, name, stack.versions if stack else {}),
+            _expected_here(case, plan, name, stack.versions if stack else {}),
         )
         yield {
             "variant": name,
@@ -298,7 +295,7 @@ def _variants(
         }
 
 
-def _details(case: Case) -> Iterator[str]:
+def _facts(case: Case) -> Iterator[str]:
     yield f"references: {', '.join(case.references) or 'none'}"
     needs = [
         *case.requires.packages,
@@ -324,7 +321,7 @@ def _details(case: Case) -> Iterator[str]:
         yield f"signature {one.name} ({one.kind}): {' '.join(filter(None, (one.type, detail)))}"
 
 
-def _changes(variant: Variant) -> str:
+def _changed_settings(variant: Variant) -> str:
     values = {
         **variant.flags,
         **variant.options,

@@ -23,10 +23,10 @@ from repro_matrix.cli import options
 from repro_matrix.environment import lockfiles, stacks
 from repro_matrix.environment.stacks.spec import parse_stack
 from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.git import git_state
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
-from repro_matrix.results.store import git_state
 from repro_matrix.results.summary import lost
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request, make_request

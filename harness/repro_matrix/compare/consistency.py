@@ -1,9 +1,8 @@
-"""Compare a script with itself: configurations that must compute the same, on one stack. No side is
-trusted.
+"""Compare a script with itself: configurations that must compute the same, on one stack.
 
-A configuration is compared with the first one of each group that agrees; a difference that is there
-by design is not checked (traces.invariance). ``ConsistencyProber`` asks the same question at each
-probe of a search.
+No side is trusted. A configuration is compared with the first one of each group that agrees; a
+difference that is there by design is not checked (traces.invariance). ``ConsistencyProber`` asks
+the same question at each probe of a search.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.compare.two_sides import GoodSide, Traced, TraceRunner, Window, traced
+from repro_matrix.compare.two_sides import GoodSide, Traced, Window, traced
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.records.document import Document
@@ -38,8 +37,10 @@ BATCH, STEPS, CHECKPOINTING = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One choice of what varies. ``labels``: its value in the first list that tells all choices
-    apart, else in each."""
+    """Hold one choice of the thing that varies.
+
+    ``labels``: its value in the first list that tells all choices apart, else in each.
+    """
 
     labels: tuple[str, ...]
     words: str
@@ -47,9 +48,11 @@ class Setting:
 
 
 def option_choices(option: str, text: str) -> list[Setting]:
-    """Return the choices of ``--acc {1,4}``; the values of several braces belong together. Without
-    braces: without these arguments and with them. The first word of --ranks is a list of ranks.
-    Raises ConfigError."""
+    """Return the choices of ``--acc {1,4}``; the values of several braces belong together.
+
+    Without braces: without these arguments and with them. The first word of --ranks is a list of
+    ranks. Raises ConfigError.
+    """
     ranks, first, space, rest = option == "--ranks", *text.strip().partition(" ")
     template = f"{{{first.strip('{}')}}}{space}{rest}" if ranks else text.strip()
     parts = re.split(r"\{([^{}]*)\}", template)
@@ -112,8 +115,10 @@ def _label(before: str, value: str, after: str) -> str:
 
 
 def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]:
-    """Return the first choices, each other one alone, and, unless they set the same option, the
-    last ones together."""
+    """Return the first choices, and each other one alone.
+
+    The last ones together are added, unless they set the same option.
+    """
     first = tuple(axis[0] for axis in axes)
     found = [
         first,
@@ -137,9 +142,11 @@ def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]
 
 
 def of_trainer(script: Script) -> str:
-    """Return --ranks for a script that takes the arguments of transformers' Trainer: another number
-    of ranks, twice the micro-batches of half the size, and checkpointing. Raises ConfigError where
-    its arguments are not known."""
+    """Return --ranks for a script that takes the arguments of transformers' Trainer.
+
+    It has another number of ranks, twice the micro-batches of half the size, and checkpointing.
+    Raises ConfigError if the script's arguments are not known.
+    """
     words = shlex.split(script.command.shown)
     pairs = (
         word.partition("=")[::2] if "=" in word else (word, value)
@@ -192,9 +199,11 @@ class Configuration:
 
 @dataclass
 class Consistency:
-    """``groups``: configurations that agree, by their places; ``differences``: of two first ones of
-    groups;
-    ``unchecked``: why others could not be checked."""
+    """Hold which configurations agree, by their index.
+
+    ``groups``: configurations that agree; ``differences``: between the first ones of two groups;
+    ``unchecked``: why others could not be checked.
+    """
 
     labels: Sequence[Sequence[str]]
     groups: list[list[int]] = field(default_factory=list)
@@ -292,9 +301,11 @@ def group(
     compare: Callable[[int, int], tuple[Location, str]],
     problem: Callable[[int], str],
 ) -> Consistency:
-    """Sort configurations into groups that agree. ``compare``: returns the difference, and why it
-    is there by design;
-    ``problem``: returns why one made no step."""
+    """Sort configurations into groups that agree.
+
+    ``compare``: returns the difference, and why it is there by design; ``problem``: returns why a
+    configuration made no step.
+    """
     found = Consistency(labels)
     for at in range(len(labels)):
         if why := problem(at):
@@ -322,7 +333,7 @@ def group(
 def check_consistency(
     runner: CellRunner, chosen: Sequence[Configuration], stack: Stack, window: Window
 ) -> tuple[Consistency, list[Traced | None]]:
-    """Launch the configurations on one stack, and compare them. Raises Stopped."""
+    """Launch the configurations on one stack, and compare them; may raise Stopped."""
     runs: list[Traced | None] = []
     leaders: dict[int, GoodSide] = {}
 
@@ -407,9 +418,11 @@ def describe_consistency(found: Consistency, runs: Sequence[Traced | None]) -> I
 # -- searches
 
 
-class ConsistencyProber(TraceRunner, ScriptProber):
-    """The failure is that the script contradicts itself. ``given``: the options that say what
-    varies."""
+class ConsistencyProber(ScriptProber):
+    """Probe if the script contradicts itself.
+
+    ``given``: the options that say what varies.
+    """
 
     def __init__(
         self,
@@ -425,22 +438,18 @@ class ConsistencyProber(TraceRunner, ScriptProber):
         super().__init__(replace(script, trace=window.variables(), failure=failure), say, stop)
 
     def learn(self, good: Target, bad: Target) -> None:
-        """The failure needs no end of a search."""
+        """Learn nothing: the failure needs no end of a search."""
 
     def command(self, spec: str, variant: str) -> list[str]:
         return self.words(
             ["repro", "consistency"], [f"stack={spec}", *self.given, *self.window.words()]
         )
 
-    def measure(self, request: Any, stack: Stack, *words: Any, **named: Any) -> Any:
-        self.stack = stack
-        return super().measure(request, stack, *words, **named)
-
-    def answer(self, document: Document, variant: str) -> ProbeAnswer:
-        answer = super().answer(document, variant)
+    def answer(self, document: Document, variant: str, stack: Stack) -> ProbeAnswer:
+        answer = super().answer(document, variant, stack)
         if answer.label != PASSED:
             return answer
-        found, _ = check_consistency(self, self.chosen, self.stack, self.window)
+        found, _ = check_consistency(self, self.chosen, stack, self.window)
         detail, labels = found.sentence(), {0: PASSED, 1: REPRODUCED}
         return replace(
             answer,

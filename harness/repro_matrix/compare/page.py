@@ -1,5 +1,4 @@
-"""A comparison of two trainings as one self-contained page: steps across, modules down, where it
-turns red."""
+"""Render a comparison of two trainings as one self-contained page: steps across, modules down."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from repro_matrix.report.render import TEMPLATES, policy, template_environment
+from repro_matrix.report.page import TEMPLATES, policy, template_environment
 from repro_matrix.traces.location import short
 
 CSS = """
@@ -23,8 +22,11 @@ CSS = """
 def render_comparison(
     found: Mapping[str, Any], grid: Mapping[str, Any], lines: Sequence[str], command: str
 ) -> str:
-    """Return the page. ``found``: Comparison.to_json(); ``grid``: of repro_matrix.traces;
-    ``lines``: the answer as a terminal shows it."""
+    """Return the page.
+
+    ``found``: Comparison.to_json(); ``grid``: of repro_matrix.traces; ``lines``: the answer as a
+    terminal shows it.
+    """
     css = (TEMPLATES / "page.css").read_text(encoding="utf-8") + CSS
     rows = [_row(row) for row in grid["rows"]]
     return (

@@ -1,9 +1,8 @@
-"""Compare the numbers of two trainings of users' scripts: two stacks, numbers of ranks, sets of
-arguments or scripts.
+"""Compare the numbers of two trainings: stacks, ranks, arguments or scripts.
 
 Each side is launched once with a trace (launch/worker/tracer), and the good one again with noise of
 one unit of rounding, which measures the tolerance of every tensor (repro_matrix.traces). Runs are
-stored like those of `repro run ./train.py`, with their traces beside them, and none is repeated.
+stored like those of `repro run ./train.py`, together with their traces, and none is repeated.
 ``NumbersProber`` asks the same question at each probe of a bisection.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from repro_matrix.launch.torchrun import COMMAND
 from repro_matrix.records.document import Document, Made
 from repro_matrix.results import runs
 from repro_matrix.runner.adhoc_case import Script
-from repro_matrix.runner.session import Request
-from repro_matrix.runner.tracing import NOISE
+from repro_matrix.runner.tracing import NOISE, stored_trace
 from repro_matrix.search.prober import (
     OTHER_SIZE,
     PASSED,
@@ -40,19 +38,21 @@ from repro_matrix.search.script_prober import ScriptProber
 from repro_matrix.text import counted, first_line
 from repro_matrix.traces.comparison import grid, locate
 from repro_matrix.traces.location import Location
-from repro_matrix.traces.reader import Trace, read_trace
+from repro_matrix.traces.reader import Trace
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that are traced."""
+    """Choose the steps that are traced."""
 
     steps: int = 3
     first: int = 0
 
     def variables(self, noise: int | None = None) -> dict[str, str]:
-        """Return the tracer's variables; after the window it ends the script. ``noise``: the seed
-        of its signs."""
+        """Return the tracer's variables; after the window the tracer ends the script.
+
+        ``noise``: the seed of its signs.
+        """
         found = {
             "REPRO_TRACE_STEPS": str(self.steps),
             "REPRO_TRACE_FROM": str(self.first),
@@ -73,7 +73,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Traced:
-    """One traced run. ``launched``: now; else it was stored."""
+    """Hold one traced run; ``launched``: by this command, not read from the store."""
 
     script: Script
     stack: Stack
@@ -117,13 +117,16 @@ class Traced:
 def traced(
     runner: CellRunner, script: Script, stack: Stack, window: Window, noise: int | None = None
 ) -> Traced:
-    """Launch a script with a trace, or read what is stored. Raises Stopped, and MeasureError where
-    nothing ran."""
+    """Launch a script with a trace, or read its stored run.
+
+    Raises Stopped, and MeasureError if nothing ran.
+    """
     script = replace(script, trace=window.variables(noise))
     request, kind = script.request(), "" if noise is None else f", rounding noise {noise}"
     starting = f"running {script.command.shown} on stack {stack.name}{kind}"
     document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
-    trace, variant = _stored_trace(document, request), document["variants"][VARIANT]
+    trace = stored_trace(document, runs.results_folder(request.settings))
+    variant = document["variants"][VARIANT]
     if trace is None:
         reason = variant["skipped"] or variant["attempts"][0]["outcome"]["reason"]
         raise MeasureError(f"{script.command.shown} on stack {stack.name}: {reason}")
@@ -131,34 +134,11 @@ def traced(
     return Traced(script, stack, made, trace, path, launched > 0)
 
 
-def _stored_trace(document: Document, request: Request) -> Trace | None:
-    made = document["variants"][VARIANT]["attempts"]  # none: it was skipped
-    stored = made and made[0]["observation"].get("trace")
-    return read_trace(runs.results_folder(request.settings) / stored["folder"]) if stored else None
-
-
-class TraceRunner(CellRunner):
-    """Measure again what is stored where its trace was removed, or the code that ran was edited."""
-
-    def measure(
-        self,
-        request: Request,
-        stack: Stack,
-        variants: Sequence[str],
-        repeat: int,
-        starting: str = "",
-    ) -> tuple[Document, Path, int]:
-        document, path, launched = super().measure(request, stack, variants, repeat, starting)
-        trace = None if launched else _stored_trace(document, request)
-        if trace is None or (trace.folder.is_dir() and not trace.is_outdated):
-            return document, path, launched
-        path.unlink()
-        return super().measure(request, stack, variants, repeat, starting)
-
-
 class GoodSide:
-    """The good side, and its runs with noise. Raises Stopped, and MeasureError where it did not
-    train."""
+    """Hold the run of the good side, and its runs with noise.
+
+    Raises Stopped, and MeasureError if it did not train.
+    """
 
     def __init__(self, runner: CellRunner, script: Script, stack: Stack, window: Window) -> None:
         self.run = traced(runner, script, stack, window)
@@ -177,8 +157,10 @@ class GoodSide:
     def _noise(
         self, runner: CellRunner, script: Script, stack: Stack, window: Window, seed: int
     ) -> Traced:
-        """Return a run with noise: started with torchrun where a forked one does not end as the run
-        without noise."""
+        """Return a run with noise.
+
+        It starts with torchrun if a forked run does not end as the run without noise.
+        """
         run = traced(runner, script, stack, window, seed)
         cold = run.made["observation"]["attempt"]["launcher"] == COMMAND
         if not cold and (run.problem, len(run.trace.steps)) != (
@@ -286,10 +268,12 @@ def describe_comparison(found: Comparison) -> Iterator[str]:
 # -- bisections
 
 
-class NumbersProber(TraceRunner, ScriptProber):
-    """The failure is a difference from the good end that rounding does not explain: with a bad end,
-    at the place where that one first differs and of the same size. Another place or size is another
-    failure."""
+class NumbersProber(ScriptProber):
+    """Probe for a difference from the good end that rounding does not explain.
+
+    With a bad end, only a difference at the same place and of the same size is the failure. Another
+    place or size is another failure.
+    """
 
     def __init__(self, script: Script, window: Window, say: Say, stop: threading.Event) -> None:
         self.window = window
@@ -333,9 +317,9 @@ class NumbersProber(TraceRunner, ScriptProber):
             ["repro", "compare"], ["--good", good, "--bad", spec, *self.window.words()]
         )
 
-    def answer(self, document: Document, variant: str) -> ProbeAnswer:
-        answer = super().answer(document, variant)
-        trace = _stored_trace(document, self.request)
+    def answer(self, document: Document, variant: str, stack: Stack) -> ProbeAnswer:
+        answer = super().answer(document, variant, stack)
+        trace = stored_trace(document, runs.results_folder(self.settings))
         if trace is None:
             return answer
         found = self.good.locate(trace)

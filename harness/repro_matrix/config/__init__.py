@@ -1,1 +1,1 @@
-"""What a user may vary, read and checked: conf/, results/expected, the words of a command line."""
+"""Read and check what a user may vary: conf/, results/expected, and overrides."""

@@ -1,5 +1,4 @@
-"""Load conf/ into a validated catalogue: cases, models, strategies, stacks and hardware. Reads
-files, runs nothing."""
+"""Load conf/ into a validated catalogue of cases, models, strategies, stacks and hardware."""
 
 from __future__ import annotations
 
@@ -52,8 +51,10 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All options by slug. ``raw`` keeps the plain mapping of each file, which is what the ranks
-    receive."""
+    """Hold all options by slug.
+
+    ``raw`` keeps the plain mapping of each file, which the ranks receive.
+    """
 
     cases: dict[str, Case]
     models: dict[str, Model]
@@ -62,9 +63,8 @@ class Catalogue:
     hardware: dict[str, HardwareProfile]
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
-    own: dict[str, dict[str, Path]] = field(
-        default_factory=dict, repr=False
-    )  # group -> the user's own files
+    # group -> the user's own files
+    own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)
 
     @property
     def left_out(self) -> list[str]:
@@ -81,8 +81,7 @@ class Catalogue:
         )
 
     def files(self, settings: Mapping[str, Any]) -> dict[str, Path]:
-        """Return group -> file of a variant's case, model and strategy, for those that are the
-        user's own."""
+        """Return group -> file of a variant's case, model and strategy that are the user's own."""
         names = {
             "case": settings["case"],
             **{group: settings[group].get("slug") for group in ("model", "strategy")},
@@ -124,8 +123,10 @@ def read_yaml(path: Path) -> Raw:
 
 
 def check_syntax(path: Path, shown: str = "") -> None:
-    """Raise ConfigError, which names the line, if a file is not Python. ``shown``: the path as
-    written."""
+    """Raise ConfigError, with the line, if a file is not Python.
+
+    ``shown``: the path as written.
+    """
     name = shown or str(path)
     try:
         ast.parse(path.read_bytes(), str(path))
@@ -139,8 +140,10 @@ def check_syntax(path: Path, shown: str = "") -> None:
 
 
 def parse_file(model: type[T], raw: Raw, path: Path | str) -> T:
-    """Validate a mapping. Raise ConfigError that names the file, the key and the nearest valid
-    choice."""
+    """Validate a mapping.
+
+    Raises ConfigError with the file, the key and the nearest valid choice.
+    """
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -153,15 +156,12 @@ def load(
     patches: Mapping[str, list[Patch]] | None = None,
     cases: Iterable[str] = ("*",),
 ) -> Catalogue:
-    """Read and validate all groups, and the expectations of the cases (results/expected beside
-    conf/).
+    """Read and validate all groups, and the cases' expectations (results/expected beside conf/).
 
     An invalid file is left out, together with the cases that need it; ``Catalogue.left_out`` has
-    the reason.
-    ``patches`` (group -> changes) come from overrides such as
-    ``model.config.num_hidden_layers=4``; those of cases apply to ``cases``, names or globs. Raise
-    ConfigError for a
-    patch that makes a file invalid.
+    the reason. ``patches`` (group -> changes) come from overrides such as
+    ``model.config.num_hidden_layers=4``; those of cases apply to ``cases``, names or globs. Raises
+    ConfigError for a patch that makes a file invalid.
     """
     patches, selected = dict(patches or {}), list(cases)
     groups: dict[str, Options[Any]] = {}
@@ -184,7 +184,7 @@ def load(
                 plain[name] = copy.deepcopy(raw)
                 for change in changes:
                     _patch(plain[name], *change)
-                options[name] = _validate(group, plain[name], files[name])
+                options[name] = _validate_option(group, plain[name], files[name])
     _add_expectations(conf, groups["case"])
     catalogue = Catalogue(
         groups["case"],
@@ -202,8 +202,7 @@ def load(
 
 
 def read_group(group: str, conf: Path) -> tuple[Options[Any], dict[str, Raw]]:
-    """Return a group's options by name, with what is wrong with those that are left out, and the
-    mapping of each."""
+    """Return a group's options by name, with the errors of invalid files, and their mappings."""
     options: Options[Any] = Options()
     raws: dict[str, Raw] = {}
     files = project.group_files(group, conf)
@@ -220,13 +219,15 @@ def read_group(group: str, conf: Path) -> tuple[Options[Any], dict[str, Raw]]:
 
 @functools.lru_cache(maxsize=1024)
 def _option(group: str, path: Path, state: tuple[int, ...]) -> tuple[Raw, Any]:
-    """Read one file. A search loads the catalogue for each probe, so unchanged files are parsed
-    once."""
+    """Read one file.
+
+    A search loads the catalogue for each probe, so unchanged files are parsed once.
+    """
     raw = read_yaml(path)
-    return raw, _validate(group, raw, path)
+    return raw, _validate_option(group, raw, path)
 
 
-def _validate(group: str, raw: Raw, path: Path) -> Any:
+def _validate_option(group: str, raw: Raw, path: Path) -> Any:
     short = shorten(path)
     if group == "case" and "expect" in raw:
         where = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
@@ -251,9 +252,8 @@ def _patch(raw: Raw, keys: list[str], value: Any) -> None:
         if not isinstance(parent, dict):
             raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
     parent[keys[-1]] = value
-    if (
-        len(keys) == 2 and keys[0] == "config"
-    ):  # an override wins over the model's tiny configuration
+    # an override wins over the model's tiny configuration
+    if len(keys) == 2 and keys[0] == "config":
         (raw.get("tiny") or {}).pop(keys[1], None)
 
 
@@ -267,8 +267,10 @@ def _check_patched_options(patches: Mapping[str, list[Patch]], catalogue: Catalo
 
 
 def _add_expectations(conf: Path, cases: Options[Case]) -> None:
-    """Give each case its expectations, shipped or the user's own; leave out the cases whose file is
-    invalid."""
+    """Give each case its expectations, shipped or the user's own.
+
+    Cases whose file of expectations is invalid are left out.
+    """
     shipped = conf.parent / "results" / "expected"
     known: dict[str, Path] = {}
     for folder in dict.fromkeys([shipped, *([project.current().expected] if conf == CONF else ())]):
@@ -315,8 +317,10 @@ def shorten(path: Path) -> str:
 
 
 def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched: bool) -> None:
-    """Leave out the cases that name a missing script, model or other option. Raise what a patch
-    made invalid."""
+    """Leave out the cases that refer to a missing script, model or other option.
+
+    Raises ConfigError if a patch made a case invalid.
+    """
     for slug, case in list(cases.items()):
         cases[slug] = case = _without_invalid(case, catalogue)
         path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
@@ -330,8 +334,7 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
 
 
 def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
-    """Return the case without the models and strategies whose files are invalid, while others
-    remain."""
+    """Return the case without the models and strategies that are invalid, if others remain."""
     axes = {}
     for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
         names = getattr(case.axes, axis)
@@ -375,8 +378,10 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
 
 
 def _check_checks(case: Case, catalogue: Catalogue, where: str) -> None:
-    """Raise ConfigError for a check that is like another case's and that no code of the case names:
-    a typo would be found by the run only."""
+    """Refuse the name of a check that is probably a typo.
+
+    It is like another case's check, and no code of the case contains it.
+    """
     known = {
         name
         for each in catalogue.cases.values()
@@ -436,7 +441,7 @@ def check_variants(
             _check_options(
                 inherited, names, strategies, f"{path}: variants.{name} inherits options"
             )
-        changed = json.dumps(_changes(case, variant), sort_keys=True, default=str)
+        changed = json.dumps(_own_settings(case, variant), sort_keys=True, default=str)
         if changed in first and not patched:
             twin = first[changed]
             raise ConfigError(
@@ -445,9 +450,11 @@ def check_variants(
         first[changed] = name
 
 
-def _changes(case: Case, variant: Variant) -> dict[str, Any]:
-    """Return what a variant sets, without flags and options that have this value already. The plan
-    finds the rest."""
+def _own_settings(case: Case, variant: Variant) -> dict[str, Any]:
+    """Return what a variant sets to another value than the case.
+
+    The plan finds the rest.
+    """
     found = variant.model_dump(
         exclude={"role", "help", "requires", "invariants"}, exclude_defaults=True
     )

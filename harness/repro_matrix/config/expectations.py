@@ -1,9 +1,8 @@
-"""results/expected/<case>.yaml: the verdicts that stored measurements showed, as a table. Only
-``read`` reads files.
+"""Define results/expected/<case>.yaml: a table of the verdicts that stored measurements showed.
 
 One line per variant, one column per range: some cells on one hardware over a range of releases. A
 changed verdict is one changed word in a diff. ``repro accept`` writes the whole file; a column's
-cells and the releases at its ends (``measured_at``) name the measurements that support it.
+cells and the releases at its ends (``measured_at``) identify the measurements that support it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ HEAD = (
 
 
 class VersionRange(Strict):
-    """Some cells on one hardware over a range of releases: a column of results/expected."""
+    """Define a column: some cells on one hardware over a range of releases."""
 
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
-    # Capabilities of the machine it was measured on, of those that its variants depend on:
-    # elsewhere it says nothing of these.
+    # Capabilities of the machine of the measurement on which its variants depend: it does not
+    # apply to these variants on other machines.
     capabilities: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
-    measured_at: list[dict[str, str]] = Field(
-        min_length=1, max_length=2
-    )  # package -> release, at the range's ends
+    # package -> release, at the range's ends
+    measured_at: list[dict[str, str]] = Field(min_length=1, max_length=2)
     reason: str
 
     @field_validator("versions")
@@ -51,16 +49,18 @@ class VersionRange(Strict):
 
 
 class Expectation(VersionRange):
-    """The verdicts that stored measurements showed there. Written by ``repro accept``."""
+    """Hold the verdicts of one range. Written by ``repro accept``."""
 
     verdicts: dict[str, VerdictName]  # variant -> verdict
-    # variant -> how it failed, where its verdict says that something failed; and how ``unfixed``
+    # variant -> how it failed, if its verdict is a failure; and how ``unfixed``
     # failed, which has none
     failure_ids: dict[str, str | list[str]] = {}
 
     def failure_ids_of(self, variant: str) -> list[str] | None:
-        """What the variant may meet; None where that was never written down: then the verdict alone
-        is compared."""
+        """Return the failures that the variant may show.
+
+        None if they were never written down: then the verdict alone is compared.
+        """
         listed = self.failure_ids.get(variant)
         return [listed] if isinstance(listed, str) else listed
 
@@ -80,9 +80,8 @@ class Table(Strict):
     case: str
     ranges: list[VersionRange] = Field(min_length=1)
     verdicts: dict[str, list[VerdictName | None]]  # variant -> by range
-    failure_ids: dict[str, list[str | list[str] | None]] = Field(
-        default={}
-    )  # likewise, where something failed
+    # likewise, where something failed
+    failure_ids: dict[str, list[str | list[str] | None]] = Field(default={})
 
     @model_validator(mode="after")
     def _even(self) -> Table:
@@ -96,7 +95,7 @@ class Table(Strict):
 
     @property
     def expectations(self) -> list[Expectation]:
-        """A column each."""
+        """Return an expectation for each column."""
         found = []
         for index, version_range in enumerate(self.ranges):
             values: dict[str, Any] = version_range.model_dump()
@@ -110,8 +109,10 @@ class Table(Strict):
 
 
 class ExpectedMetric(Strict):
-    """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor
-    * other (``above``)."""
+    """Compare a variant's metric with another variant's.
+
+    ``below``: own <= factor * other; ``above``: own >= factor * other.
+    """
 
     name: str
     below: str | None = None  # name of the other variant
@@ -128,7 +129,10 @@ class ExpectedMetric(Strict):
 
 
 class Prediction(Strict):
-    """What a claim says would be measured. Axes left out match every cell that was measured."""
+    """Hold what a claim predicts for a measurement.
+
+    Axes that are not set match every measured cell.
+    """
 
     variant: str
     case: str | None = None
@@ -138,12 +142,12 @@ class Prediction(Strict):
     hardware: str | None = None
     verdict: VerdictName | list[VerdictName] | None = None
     outcome: OutcomeName | list[OutcomeName] | None = None
-    # The outcome but for what the log says, where the variant reproduces: that a warning is
+    # The outcome without the log, if the variant reproduces: that a warning is
     # harmless, or is not.
     outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
     metric: ExpectedMetric | None = None
     condition: str | None = None  # the condition in words, for conditional(on what)
-    # The variant in whose place this one stands, where that is not the unfixed variant: one that
+    # The variant that this one is compared with, if not the unfixed variant: one that
     # shares all but the change that the claim is about. The failure must reproduce there for the
     # prediction to be tried.
     relative_to: str | None = None
@@ -174,13 +178,15 @@ class Claim(Strict):
 
 
 def text(slug: str, entries: Iterable[Expectation]) -> str:
-    """The file of a case with these expectations, in their order."""
+    """Return the file of a case with these expectations, in their order."""
     entries = list(entries)
     lines = [f"{HEAD}case: {slug}", "ranges:"]
     for entry in entries:
         values = entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware}
         items = [
-            f"  {_line({key: values[key]})}" for key in VersionRange.model_fields if key in values
+            f"  {_yaml_line({key: values[key]})}"
+            for key in VersionRange.model_fields
+            if key in values
         ]
         lines += [f"- {items[0].strip()}", *items[1:]]
     for key in ("verdicts", "failure_ids"):
@@ -188,12 +194,12 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
         variants = dict.fromkeys(variant for row in rows for variant in row)
         lines += [f"{key}:"] if variants else []
         lines += [
-            f"  {_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
+            f"  {_yaml_line({variant: [row.get(variant) for row in rows]})}" for variant in variants
         ]
     return "\n".join(lines) + "\n"
 
 
-def _line(item: Mapping[str, Any]) -> str:
+def _yaml_line(item: Mapping[str, Any]) -> str:
     """``key: value`` in one line."""
     dumped = yaml.safe_dump(
         dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False

@@ -1,6 +1,8 @@
-"""The kinds of failures that are no case of the catalog (failure_rules.yaml), wrong uses that
-libraries refuse (refusals.yaml), and the errors of CUDA and of the libraries that ranks talk
-through (device_errors.yaml), read and validated."""
+"""Read the rules that recognize failures outside of the catalog.
+
+These are kinds of failures (failure_rules.yaml), wrong uses that libraries refuse (refusals.yaml),
+and the errors of CUDA and of communication libraries (device_errors.yaml).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ DEVICE_ERRORS = "device_errors.yaml"
 
 
 class Hint(Strict):
-    """A sentence about the named groups of a rule's text; refusals.yaml explains its fields."""
+    """Define a sentence about the named groups of a rule's text (see refusals.yaml)."""
 
     when: dict[str, str | int] = Field(default={})
     several_ranks: bool | None = None
@@ -38,8 +40,10 @@ class Action(Strict):
 
 
 class _Groups(dict[str, str]):
-    """The named groups of a match. ``a/b/c`` is a quotient. Raises KeyError: a group is missing, or
-    a remainder is."""
+    """Hold the named groups of a match. ``a/b/c`` is a quotient.
+
+    Raises KeyError for a missing group or a quotient with a remainder.
+    """
 
     def __missing__(self, key: str) -> str:
         first, *others = key.split("/")
@@ -59,15 +63,14 @@ _PACKAGES = {
 
 
 class FailureRule(Strict):
-    """A kind of failure, and how to tell it from a line of a log or an exception's message."""
+    """Define a kind of failure, and how to recognize it in a line or a message."""
 
     name: str
     title: str
     shows: Literal["cause", "end", "peer"] = "cause"
     library: str = ""  # it refuses a wrong use
-    raised_in: list[str] = Field(
-        default=[]
-    )  # packages or modules; by default the library's package
+    # packages or modules; by default the library's package
+    raised_in: list[str] = Field(default=[])
     text: Regex
     says: list[Hint] = Field(default=[])
     case: str = ""  # the case that it is, in an older or another package's wording
@@ -86,8 +89,12 @@ class FailureRule(Strict):
 
     @property
     def packages(self) -> list[str]:
-        """The packages whose code raises a refusal."""
+        """Return the packages whose code raises a refusal."""
         return self.raised_in or [_PACKAGES.get(self.library, "torch")]
+
+    @property
+    def ends_process(self) -> bool:
+        return self.shows == "end" or bool(self.exit_codes)
 
     @property
     def heading(self) -> str:
@@ -108,8 +115,10 @@ class FailureRule(Strict):
         ]
 
     def explain(self, message: str, several_ranks: bool = False) -> str:
-        """Return what the numbers and names in a message say; empty where no hint fits.
-        ``several_ranks``: the log shows more than one."""
+        """Return what the numbers and names in a message mean; "" if no hint fits.
+
+        ``several_ranks``: the log shows more than one.
+        """
         found = re.search(self.text, message)
         groups = (
             {name: text for name, text in found.groupdict().items() if text is not None}
@@ -126,7 +135,7 @@ class FailureRule(Strict):
 
 
 class DeviceError(Strict):
-    """A row of device_errors.yaml, which explains its fields."""
+    """Define a row of device_errors.yaml, which explains its fields."""
 
     name: str
     code: int | None = None
@@ -137,7 +146,7 @@ class DeviceError(Strict):
 
     @property
     def pattern(self) -> str:
-        """The regular expression for a message, in a line of a log as well."""
+        """Return the regular expression for a message or a line of a log."""
         if self.code is None:
             return self.text
         return (
@@ -146,13 +155,13 @@ class DeviceError(Strict):
         )
 
 
-# What stands before a failure that a sentence only mentions.
+# Words before a failure that a sentence only mentions.
 ADVICE = re.compile(
     r"(?i)\b(?:(?:terminate|stop|abort|skip)_(?:on|if)_\w+"
     r"|to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
     r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$|\b(?:if|when) $"
 )
-# How launchers and schedulers print how a process ended.
+# The forms in which launchers and schedulers print the end of a process.
 _SIGNAL = re.compile(
     r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:?"
     r" ?(\d+|SIG[A-Z]+)"
@@ -160,13 +169,8 @@ _SIGNAL = re.compile(
     r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|code=\w+, status=(\d+)/|\([Ss]ignal"
     r" (\d+)\)"
 )
-_HARMLESS = (
-    0,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-    signal.SIGWINCH,
-)  # a job catches them and goes on
+# a job catches them and goes on
+_HARMLESS = (0, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)
 _EXIT_CODE = re.compile(
     r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|(?:exit|terminat)(?:ed)? with (?:non-?zero"
     r" )?(?:code|status))"
@@ -213,8 +217,11 @@ def peer_errors() -> re.Pattern[str]:
 
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried (cases, refusals, others),
-    with the texts of device_errors.yaml and without digits in their words."""
+    """Return the rules by name, in the order in which they are tried.
+
+    Cases come first, then refusals, then others; with the texts of device_errors.yaml, and without
+    digits in their words.
+    """
     texts = [*_load("refusals.yaml"), *_load("failure_rules.yaml")]
     found = TypeAdapter(list[FailureRule]).validate_python(texts)
     return {rule.name: _completed(rule) for rule in sorted(found, key=lambda rule: not rule.case)}
@@ -230,16 +237,17 @@ _DIGITS = re.compile(r"\d+")
 
 
 def words_of(pattern: str) -> list[str]:
-    """Return words, in lower case, of which every line that matches has one: of each alternative
-    the longest."""
+    """Return words in lower case, one of which is in every line that matches.
+
+    Of each alternative the longest.
+    """
     bare = re.sub(
         r"\[(\w)(\w)\]",
         lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0],
         pattern,
     )
-    bare = re.sub(
-        r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare
-    )  # as what it is no syntax
+    # escaped marks are literal, not syntax
+    bare = re.sub(r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare)
     bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", bare)
     while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
         bare = inner
@@ -254,11 +262,11 @@ _MARKS = 0xE000  # characters of private use
 
 
 def names_end(text: str) -> bool:
-    """Whether a line names an exit code or a signal, also one that is no failure."""
+    """Return whether a line contains an exit code or a signal, also a harmless one."""
     return bool(_EXIT_CODE.search(text) or _SIGNAL.search(text))
 
 
-def _ended(text: str) -> int:
+def _exit_of(text: str) -> int:
     """Return how a process ended: its exit code, the negative number of its signal, or 0."""
     for found in _SIGNAL.finditer(text):
         name = next(filter(None, found.groups()))
@@ -270,12 +278,14 @@ def _ended(text: str) -> int:
 
 
 def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRule | None:
-    """Return the first rule (``among`` those that its words allow) that a line or a message shows;
-    an exit code or a signal counts where no text does."""
+    """Return the first rule that a line or a message shows.
+
+    ``among``: the rules that its words allow. An exit code or a signal counts if no text does.
+    """
     for rule in rules().values() if among is None else among:
         if rule.place == "any_line" and re.search(rule.text, text):
             return rule
-    ended = _ended(text)
+    ended = _exit_of(text)
     if ended == 0:
         return None
     named = (rule for rule in rules().values() if ended in rule.exit_codes)

@@ -1,10 +1,9 @@
-"""Whose repository this is: where results go, and which cases, models, strategies and stacks of its
-own it has.
+"""Find whose repository this is: its results, cases, models, strategies and stacks.
 
-``repro.toml``, in the working directory or above it up to the repository's root; its paths are
-relative to the file.
-Without one: the checkout of this project; where that was installed from a wheel, the repository
-around the working directory (or that directory), with the shipped catalogue alone.
+``repro.toml`` declares them, in the working directory or above it up to the repository's root; its
+paths are relative to the file. Without one it is the checkout of this project. If that was
+installed from a wheel, it is the repository around the working directory (or that directory), with
+the shipped catalogue alone.
 """
 
 from __future__ import annotations
@@ -40,14 +39,12 @@ FILE = "repro.toml"
 
 
 class Declared(Strict):
-    """The keys of repro.toml."""
+    """Define the keys of repro.toml."""
 
-    conf: list[str] = Field(
-        default=[]
-    )  # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
-    scripts: list[str] = Field(
-        default=[]
-    )  # where the cases' scripts lie; default: beside their files
+    # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
+    conf: list[str] = Field(default=[])
+    # where the cases' scripts lie; default: beside their files
+    scripts: list[str] = Field(default=[])
     # runs in scratch/; expected/ and baseline/ where the next two do not say otherwise
     results: str = "results"
     expected: str | None = None
@@ -61,8 +58,10 @@ class Declared(Strict):
 
 @dataclass(frozen=True)
 class Project:
-    """``file``: what declares it; None: nothing does. ``conf`` and ``scripts``: its own, beside
-    what is shipped."""
+    """Hold the folders of a project.
+
+    ``file``: its repro.toml, if any. ``conf`` and ``scripts``: its own, beside the shipped ones.
+    """
 
     folder: Path
     file: Path | None
@@ -74,31 +73,31 @@ class Project:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether it is this project's own checkout: its expectations are the shipped ones."""
+        """Return whether it is this project's own checkout, whose expectations are shipped."""
         return self.expected == EXPECTED and CHECKOUT
 
     def script(self, name: str, beside: Path) -> Path:
-        """A script of one of its own cases, whose file lies in ``beside``: there or in ``scripts``,
-        else a shipped one.
+        """Return the script of one of its own cases, whose file is in ``beside``.
 
-        The first place where it would be, when it is nowhere.
+        It is there or in ``scripts``, else shipped. A script that does not exist has the first
+        place.
         """
         places = [folder / name for folder in (*self.scripts, beside, REPROS)]
         return next((place for place in places if place.is_file()), places[0])
 
 
 def current() -> Project:
-    """The one that the working directory is in. Raises ConfigError, which names the file and the
-    key."""
+    """Return the project of the working directory.
+
+    Raises ConfigError with the file and the key.
+    """
     return _project(Path.cwd())
 
 
 def conf_folders(conf: Path = CONF) -> list[Path]:
-    """Where groups (case/ model/ matrix/ ...) are looked for: the shipped folder, then those of the
-    user's own.
+    """Return the folders of groups (case/ model/ matrix/ ...): the shipped one, then the user's.
 
-    Those that a command line names are in the environment: processes that this one starts read the
-    same files.
+    Those of a command line are in the environment, so that started processes read the same files.
     """
     more = [Path(text) for text in os.environ.get(CONFIG_PATH, "").split(os.pathsep) if text]
     for folder in more:
@@ -108,8 +107,10 @@ def conf_folders(conf: Path = CONF) -> list[Path]:
 
 
 def group_files(group: str, conf: Path = CONF) -> dict[str, Path]:
-    """A group's files by name, the shipped ones first. Raises ConfigError: a name that two folders
-    have."""
+    """Return a group's files by name, the shipped ones first.
+
+    Raises ConfigError for a name that is in two folders.
+    """
     found: dict[str, Path] = {}
     for folder in conf_folders(conf):
         for path in sorted((folder / group).glob("*.yaml")):
@@ -130,30 +131,32 @@ def misnamed(group: str, conf: Path = CONF) -> list[Path]:
 
 
 def published() -> list[Path]:
-    """Where measurements that are published lie: the user's own first, then the shipped ones."""
+    """Return the folders of published measurements: the user's own first, then the shipped one."""
     return list(dict.fromkeys((current().baseline, BASELINE)))
 
 
 def _project(here: Path) -> Project:
-    folder, file = _nearest(here)
+    folder, file = _nearest_project(here)
     if file is None and CHECKOUT:
         return Project(ROOT, None, (), (), ROOT / "results", EXPECTED, BASELINE)
-    declared = _read(file, file_state(file)) if file else Declared()
+    declared = _read_declaration(file, file_state(file)) if file else Declared()
     results = folder / declared.results
     return Project(
         folder,
         file,
-        tuple(_folder(folder, name, file, "conf") for name in declared.conf),
-        tuple(_folder(folder, name, file, "scripts") for name in declared.scripts),
+        tuple(_existing_folder(folder, name, file, "conf") for name in declared.conf),
+        tuple(_existing_folder(folder, name, file, "scripts") for name in declared.scripts),
         results,
         folder / declared.expected if declared.expected else results / "expected",
         folder / declared.baseline if declared.baseline else results / "baseline",
     )
 
 
-def _nearest(here: Path) -> tuple[Path, Path | None]:
-    """Return the nearest folder that declares a project, and its file; else the repository's root,
-    or ``here``."""
+def _nearest_project(here: Path) -> tuple[Path, Path | None]:
+    """Return the nearest folder that declares a project, and its file.
+
+    Else the repository's root, or ``here``.
+    """
     for folder in (here, *here.parents):
         if file_state(folder / FILE):
             return folder, folder / FILE
@@ -164,13 +167,13 @@ def _nearest(here: Path) -> tuple[Path, Path | None]:
 
 def make_folders() -> None:
     """Create the folders that the nearest repro.toml names."""
-    folder, file = _nearest(Path.cwd())
-    declared = _read(file, file_state(file)) if file else Declared()
+    folder, file = _nearest_project(Path.cwd())
+    declared = _read_declaration(file, file_state(file)) if file else Declared()
     for name in (*declared.conf, *declared.scripts):
         (folder / name).mkdir(parents=True, exist_ok=True)
 
 
-def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
+def _existing_folder(base: Path, name: str, file: Path | None, key: str) -> Path:
     if not (base / name).is_dir():
         raise ConfigError(
             f"{file}: {key}: there is no folder {base / name}; `mkdir` or `repro new` makes it"
@@ -179,7 +182,7 @@ def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(file: Path, state: tuple[int, ...]) -> Declared:
+def _read_declaration(file: Path, state: tuple[int, ...]) -> Declared:
     try:
         return Declared.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

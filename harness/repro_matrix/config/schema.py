@@ -1,5 +1,4 @@
-"""The schema of the files in conf/: cases with signatures and variants, models, strategies, stacks,
-hardware. Pure.
+"""Define the schema of the files in conf/. Pure.
 
 pydantic refuses unknown keys and wrong values; ``repro_matrix.errors`` turns its messages into a
 file, a key and the nearest valid choice.
@@ -28,25 +27,30 @@ from repro_matrix.errors import as_yaml, nearest
 
 
 class FramePattern(Strict):
-    """One frame that must be among an exception's (or a hung rank's) frames; regular expressions,
-    whole match."""
+    """Match a frame of an exception or of a hung rank.
+
+    Both are regular expressions for the whole name.
+    """
 
     module: Regex = ".*"
     function: Regex = ".*"
 
 
 class CollectivePattern(Strict):
-    """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder
-    shows it."""
+    """Match a collective in which the ranks of a hang disagree.
 
-    kinds: list[Regex] = Field(
-        min_length=1
-    )  # regular expressions, each for one kind that was entered: allgather ...
+    torch's flight recorder shows it.
+    """
+
+    # regular expressions, each for one kind that was entered: allgather ...
+    kinds: list[Regex] = Field(min_length=1)
 
 
 class AmbiguousWith(Strict):
-    """Another cause that shows the very same: of an unknown script, a log alone does not tell which
-    it was."""
+    """Describe another cause that looks the same.
+
+    In an unknown script, a log alone does not show which of the two it was.
+    """
 
     cause: str
     ruled_out_by: Regex | None = (
@@ -55,8 +59,10 @@ class AmbiguousWith(Strict):
 
 
 class Signature(Strict):
-    """How one known failure shows itself. Which keys apply depends on ``kind``; see
-    docs/guides/add-a-case.md."""
+    """Define how one known failure shows itself.
+
+    Which keys apply depends on ``kind``; see docs/guides/add-a-case.md.
+    """
 
     name: str
     kind: SignatureKind
@@ -64,9 +70,8 @@ class Signature(Strict):
     # message.
     type: str | None = None
     message: Regex | None = None
-    messages: dict[
-        str, Regex
-    ] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    # backend (nccl, gloo) -> message, where the backends word it differently
+    messages: dict[str, Regex] = {}
     package: str | None = (
         None  # exception: package of the innermost frame; log: package the record comes from
     )
@@ -114,16 +119,18 @@ class Signature(Strict):
 
 
 class Needy(Strict):
-    """What a variant or a strategy needs of a stack."""
+    """Define what a variant or a strategy needs of a stack."""
 
     requires: list[Requirement] = []
-    # What it needs on that hardware beside ``requires``.
+    # Needs on that hardware in addition to ``requires``.
     # shared_gpu: a GPU that all ranks share, over gloo.
     requires_on: dict[Literal["cpu", "cuda", "shared_gpu"], list[Requirement]] = {}
 
     def needs_on(self, *kinds: str) -> list[str]:
-        """All that a stack must have for it on hardware of these kinds (the keys of
-        ``requires_on``)."""
+        """Return everything that a stack must have for it on hardware of these kinds.
+
+        The kinds are keys of ``requires_on``.
+        """
         beside = [
             item for kind, listed in self.requires_on.items() if kind in kinds for item in listed
         ]
@@ -142,8 +149,10 @@ class Model(Strict):
 
 
 class Invariants(Strict):
-    """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks)
-    or only ``part``."""
+    """Define how much of a model each rank holds.
+
+    ``whole``, a ``shard`` (one of as many as there are ranks) or only ``part``.
+    """
 
     parameters: Held | None = None
     gradients: Held | None = None  # when the optimizer steps
@@ -152,7 +161,7 @@ class Invariants(Strict):
 
 
 class StrategyMemory(Strict):
-    """What a rank has in memory at its peak, in proportion to its weights."""
+    """Define a rank's peak memory, in proportion to its weights."""
 
     weights: float = Field(ge=1)  # copies: weights, gradients, buckets, a second model
     optimizer_bytes: float = Field(default=0, ge=0)  # per trained parameter, spread over the ranks
@@ -162,16 +171,14 @@ class StrategyMemory(Strict):
 class Strategy(Needy):
     slug: str
     title: str
-    must_divide: list[
-        str
-    ] = []  # keys of a model's configuration that the number of ranks must divide
+    # keys of a model's configuration that the number of ranks must divide
+    must_divide: list[str] = []
     allow_gpu_sharing: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
     invariants: Invariants  # what every attempt under it must show to have been in effect
-    replicas: dict[
-        str, dict[str, int]
-    ] = {}  # option -> value -> how often the ranks together hold the model then
+    # option -> value -> the number of copies of the model that the ranks together hold then
+    replicas: dict[str, dict[str, int]] = {}
     memory: StrategyMemory | None = None  # at full size; None: unknown, nothing is planned
     source_files: list[Regex] = []  # of its library: in a traceback they show this strategy
 
@@ -192,8 +199,10 @@ class Strategy(Needy):
         return self
 
     def refuses(self, option: str, value: Any) -> str | None:
-        """Why an option that it has does not take a value, or None. A bool is no number here, nor 1
-        a bool."""
+        """Return why one of its options does not take a value, or None.
+
+        A bool is not a number here, nor 1 a bool.
+        """
         choices = self.choices.get(option)
         if choices is None:
             default = self.options[option]
@@ -253,12 +262,10 @@ class Variant(Needy):
     model: str | None = None
     strategy: str | None = None
     stack: str | None = None
-    world_size: int | None = Field(
-        default=None, ge=1
-    )  # this variant's own number of ranks: wins over the cell's
-    devices: int | None = Field(
-        default=None, ge=1
-    )  # GPUs that each rank sees; default: as many as there are ranks
+    # this variant's own number of ranks: wins over the cell's
+    world_size: int | None = Field(default=None, ge=1)
+    # GPUs that each rank sees; default: as many as there are ranks
+    devices: int | None = Field(default=None, ge=1)
     env: dict[str, str] = {}
     # Beside the case's: the machine's facts that decide this variant's answer.
     depends_on_capabilities: list[Capability] = []
@@ -269,12 +276,10 @@ class Variant(Needy):
 
 class Launch(Strict):
     world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
-    devices: int | None = Field(
-        default=None, ge=1
-    )  # GPUs that each rank sees; default: as many as there are ranks
-    deadline: float = Field(
-        default=120, gt=0
-    )  # seconds of work, start-up apart; then it hangs, or is too slow
+    # GPUs that each rank sees; default: as many as there are ranks
+    devices: int | None = Field(default=None, ge=1)
+    # seconds of work, start-up apart; then it hangs, or is too slow
+    deadline: float = Field(default=120, gt=0)
     imports: list[str] = []  # what a fork server imports ahead for this case
     cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
     process_group: bool = (
@@ -302,11 +307,9 @@ class Requires(Strict):
 
 
 class PassCriteria(Strict):
-    """What makes a variant clean: these checks, passed on these ranks, and the evidence that what
-    it names was in effect.
+    """Define the evidence that a variant needs to pass: checks on ranks, and effects.
 
-    What a strategy promises (its file says) need not be listed; ``effects`` names what else the
-    script measures.
+    The promises of a strategy need not be listed; ``effects`` are other measurements of the script.
     """
 
     kind: Literal["training", "saving", "loading", "generating", "inference"]
@@ -315,10 +318,8 @@ class PassCriteria(Strict):
     effects: list[str] = []
 
 
-UNFIXED = (
-    "unfixed",
-    "control",
-)  # the names of the variants of role unfixed, one for each kind of case
+# the names of the variants of role unfixed, one for each kind of case
+UNFIXED = ("unfixed", "control")
 
 
 class Axes(Strict):
@@ -350,27 +351,24 @@ class Case(Strict):
     requires: Requires = Requires()  # what stack and machine must have; else the cell is skipped
     launch: Launch = Launch()
     axes: Axes  # the models and strategies it runs on by default
-    # Whole models that every rank of the script holds beside the one that it makes parallel (where
-    # a reference began, what is compared); 0: the model is drawn and compared part by part. For the
+    # Whole models that every rank holds in addition to the parallel one (the one from which
+    # a reference began, the compared one); 0: the model is compared part by part. For the
     # memory plan.
     reference_models: int = Field(default=3, ge=0)
-    preserve_config: list[
-        str
-    ] = []  # keys of the model's configuration that scale=tiny leaves at their real value
+    # keys of the model's configuration that scale=tiny leaves at their real value
+    preserve_config: list[str] = []
     tiny_config: dict[str, Any] = {}  # values of the model's configuration at scale=tiny
     options: dict[str, Any] = {}  # strategy options of every variant
     # Facts of the machine that decide its answers: where they differ it has no expectation.
     depends_on_capabilities: list[Capability] = []
     flags: dict[str, Flag] = {}  # the small settings that variants change
     signatures: list[Signature] = []  # any of them is the known failure
-    also_matches: list[
-        str
-    ] = []  # cases whose signature may match this case's stored observation too
+    # cases whose signature may match this case's stored observation too
+    also_matches: list[str] = []
     variants: dict[str, Variant]  # unfixed first; a control has one, named control
     claims: list[Claim] = []  # statements of threads, tested by stored results
-    expect: list[
-        Expectation
-    ] = []  # never in the case's file: the catalogue reads it from results/expected
+    # never in the case's file: the catalogue reads it from results/expected
+    expect: list[Expectation] = []
 
     @property
     def script_name(self) -> str:
@@ -445,8 +443,11 @@ INFINITE = 1e308  # stands for infinity, which JSON does not have
 
 
 class Metric(Strict):
-    """A number that the script prints. It shows the failure when it compares so with the limit;
-    without ``op`` a search finds the limit between its two ends."""
+    """Define a number that the script prints.
+
+    It shows the failure when the comparison with the limit is true; without ``op`` a search finds
+    the limit between its two ends.
+    """
 
     name: str
     pattern: str  # group 1 is the number

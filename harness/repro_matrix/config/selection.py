@@ -1,5 +1,4 @@
-"""Parse overrides (Hydra's grammar) into a selection: axes (commas sweep, globs match), flags,
-patches and settings."""
+"""Parse overrides (Hydra's grammar) into a selection: axes, flags, patches and settings."""
 
 from __future__ import annotations
 
@@ -26,29 +25,28 @@ AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")
 
 @dataclass
 class Selection:
-    """The cells that a command line or a block of a named matrix selects. None: what the case's
-    file lists."""
+    """Hold the cells that a command line or a block of a named matrix selects.
+
+    None: those of the case's file.
+    """
 
     case: list[str] = field(default_factory=lambda: ["*"])
     model: list[str] | None = None
     strategy: list[str] | None = None
     ranks: list[int] | None = None
     stack: list[str] = field(default_factory=lambda: ["current"])
-    hardware: list[str] = field(
-        default_factory=lambda: ["auto"]
-    )  # one cell per profile; auto: where each can run
+    # one cell per profile; auto: where each can run
+    hardware: list[str] = field(default_factory=lambda: ["auto"])
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for compose_run
     given: set[str] = field(default_factory=set)  # the axes that the command line names
-    words: list[tuple[str, str]] = field(
-        default_factory=list, compare=False
-    )  # (key, override as written)
+    # (key, override as written)
+    words: list[tuple[str, str]] = field(default_factory=list, compare=False)
     source: str = ""  # file and name of the block
-    narrows: frozenset[str] = (
-        frozenset()
-    )  # axes of the command line that only narrow what a block's cases list
+    # axes of the command line that only narrow what a block's cases list
+    narrows: frozenset[str] = frozenset()
 
 
 def parse_overrides(overrides: Iterable[str]) -> Selection:
@@ -59,70 +57,73 @@ def parse_overrides(overrides: Iterable[str]) -> Selection:
         return selection
     # Hydra takes half a second to import: only when there is something to parse.
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import ChoiceSweep, Glob, RangeSweep
-    from hydra.errors import HydraException
 
     parser = OverridesParser.create()
     for text in texts:
-        if re.fullmatch(r"[\w.*?-]+", text):
-            raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
-        try:
-            override = parser.parse_overrides([as_path(text)])[0]
-            value = override.value()
-        except HydraException as error:
-            detail = str(error).replace("\n", " ").split("See https")[0].strip()
-            raise ConfigError(
-                f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}"
-            ) from None
-        values: list[Any]
-        if isinstance(value, ChoiceSweep):
-            values = [_plain(item) for item in value.list]
-        elif isinstance(value, Glob):
-            values = list(value.include)
-        elif isinstance(value, RangeSweep):
-            start, stop, step = int(value.start or 0), int(value.stop or 0), int(value.step)
-            values = list(range(start, stop, step))
-        else:
-            values = [_plain(value)]
-        key = override.key_or_group
-        if (
-            key in selection.given or key.removeprefix("flags.") in selection.flags
-        ):  # Hydra would take the last one
-            raise ConfigError(
-                f"override {text!r}: {key}= is given twice; separate values with commas"
-            )
-        selection.words.append((key, text))
-        group, _, rest = key.partition(".")
-        if key in GROUPS:
-            _select(selection, key, values, text)
-            selection.given.add(key)
-        elif key == "ranks":
-            selection.ranks = _numbers(values, text)
-            selection.given.add(key)
-        elif group == "flags" and rest:
-            selection.flags[rest] = values
-        elif group in GROUPS and rest:
-            if len(values) > 1:
-                raise ConfigError(
-                    f"override {text!r}: sweep a group or a flag, not a key inside {group}"
-                )
-            selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
-            selection.added += [key] if override.is_add() else []
-        else:
-            selection.run.append(text)
+        _add(selection, text, *_parsed(parser, text))
     return selection
 
 
-def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
+def _parsed(parser: Any, text: str) -> tuple[Any, list[Any]]:
+    """Return an override in Hydra's terms, and its values."""
+    from hydra.core.override_parser.types import ChoiceSweep, Glob, RangeSweep
+    from hydra.errors import HydraException
+
+    if re.fullmatch(r"[\w.*?-]+", text):
+        raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
+    try:
+        override = parser.parse_overrides([as_path(text)])[0]
+        value = override.value()
+    except HydraException as error:
+        detail = str(error).replace("\n", " ").split("See https")[0].strip()
+        raise ConfigError(
+            f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}"
+        ) from None
+    if isinstance(value, ChoiceSweep):
+        return override, [_plain(item) for item in value.list]
+    if isinstance(value, Glob):
+        return override, list(value.include)
+    if isinstance(value, RangeSweep):
+        return override, list(range(*map(int, (value.start or 0, value.stop or 0, value.step))))
+    return override, [_plain(value)]
+
+
+def _add(selection: Selection, text: str, override: Any, values: list[Any]) -> None:
+    key = override.key_or_group
+    # Hydra would take the last one.
+    if key in selection.given or key.removeprefix("flags.") in selection.flags:
+        raise ConfigError(f"override {text!r}: {key}= is given twice; separate values with commas")
+    selection.words.append((key, text))
+    group, _, rest = key.partition(".")
+    if key in GROUPS:
+        _set_axis(selection, key, values, text)
+    elif key == "ranks":
+        selection.ranks = _rank_numbers(values, text)
+        selection.given.add(key)
+    elif group == "flags" and rest:
+        selection.flags[rest] = values
+    elif group in GROUPS and rest:
+        if len(values) > 1:
+            raise ConfigError(
+                f"override {text!r}: sweep a group or a flag, not a key inside {group}"
+            )
+        selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
+        selection.added += [key] if override.is_add() else []
+    else:
+        selection.run.append(text)
+
+
+def _set_axis(selection: Selection, group: str, values: list[Any], text: str) -> None:
     names = [
         str(item) for value in values for item in (value if isinstance(value, list) else [value])
     ]
     if group == "hardware" and "auto" in names and len(names) > 1:
         raise ConfigError(f"override {text!r}: auto cannot be combined with other profiles")
     setattr(selection, group, list(dict.fromkeys(names)))
+    selection.given.add(group)
 
 
-def _numbers(values: list[Any], text: str) -> list[int]:
+def _rank_numbers(values: list[Any], text: str) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
@@ -137,8 +138,10 @@ def _plain(value: Any) -> Any:
 
 
 def override_text(key: str, value: Any) -> str:
-    """Write an override that can be pasted into a command line. Values of variables are written
-    literally."""
+    """Write an override that can be pasted into a command line.
+
+    Values of variables are written literally.
+    """
     if key.startswith("env."):
         return f"{key}={value}"
     if isinstance(value, list):
@@ -162,8 +165,10 @@ def _value_text(value: Any) -> str:
 def expand(
     what: str, patterns: Iterable[str], known: Collection[str], where: str = ""
 ) -> list[str]:
-    """Return the known names that match the patterns. Raise ConfigError for a pattern without a
-    match."""
+    """Return the known names that match the patterns.
+
+    Raises ConfigError for a pattern without a match.
+    """
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
@@ -188,8 +193,10 @@ class Block(Strict):
     @field_validator("*", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """Accept a list, one value, or names separated by commas; under ``flags`` a list or one
-        value for each."""
+        """Accept a list, one value, or names separated by commas.
+
+        Under ``flags`` a list or one value for each.
+        """
         if isinstance(value, Mapping):
             return {
                 name: each if isinstance(each, list) else [each] for name, each in value.items()
@@ -200,16 +207,16 @@ class Block(Strict):
 
 
 def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
-    """Return the selections of a named matrix, each with the command line's axes and flags; without
-    one, the line's.
+    """Return the selections of a named matrix, with the command line's axes and flags.
 
-    Raise ConfigError that names the file, the block, the key and the nearest valid choice.
+    Without a matrix, the command line's selection. Raises ConfigError with the file, the block, the
+    key and the nearest valid choice.
     """
     return [_block(name, raw, line) for name, raw in matrix.items()] or [line]
 
 
 def _block(name: str, raw: Any, line: Selection) -> Selection:
-    source = _source(name)
+    source = _block_source(name)
     try:
         block = Block.model_validate(raw or {})
     except ValidationError as error:
@@ -223,7 +230,7 @@ def _block(name: str, raw: Any, line: Selection) -> Selection:
     )
 
 
-def _source(name: str) -> str:
+def _block_source(name: str) -> str:
     """Return ``conf/matrix/seeds.yaml: matrix.seeds`` for messages."""
     for folder in conf_folders(CONF):
         for path in sorted((folder / "matrix").glob("*.yaml")):

@@ -1,10 +1,11 @@
-"""The run's settings: conf/config.yaml composed by Hydra with the overrides, and validated."""
+"""Compose a run's settings from conf/config.yaml and the overrides, and validate them."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class RunSettings(BaseModel):
-    """The settings of a run; conf/config.yaml describes each key."""
+    """Define the settings of a run; conf/config.yaml describes each key."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -66,8 +67,10 @@ OVERRIDE_GROUPS = (
 
 
 def stored_run(conf: Path = CONF) -> RunSettings:
-    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid
-    value."""
+    """Return the settings of conf/config.yaml.
+
+    Raises ConfigError for an unknown key or an invalid value.
+    """
     path = conf / "config.yaml"
     values = read_yaml(path)
     if values.pop("defaults", ["_self_"]) != ["_self_"]:
@@ -79,8 +82,10 @@ def stored_run(conf: Path = CONF) -> RunSettings:
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
-    """Compose conf/config.yaml with ``overrides``. Raise ConfigError for an unknown key or an
-    invalid value."""
+    """Compose conf/config.yaml with ``overrides``.
+
+    Raises ConfigError for an unknown key or an invalid value.
+    """
     # The value of a variable is taken literally: Hydra would read true as a boolean and eth0,eth1
     # as a sweep.
     env = {
@@ -136,7 +141,9 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
             composed = compose("config", overrides=[*overrides, *search_path])
         return RunSettings.model_validate(OmegaConf.to_container(composed, resolve=True))
     except ValidationError as error:
-        raise describe_validation(error, RunSettings, _source(error, overrides, folders)) from None
+        raise describe_validation(
+            error, RunSettings, _value_source(error, overrides, folders)
+        ) from None
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
         known = [path.stem for folder in folders for path in (folder / "matrix").glob("*.yaml")]
@@ -152,9 +159,8 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         ) from None
 
 
-def _source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
-    """Say where the value of a wrong setting comes from: the command line, a named matrix or
-    conf/config.yaml."""
+def _value_source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
+    """Return where a wrong value comes from: the command line, a named matrix or config.yaml."""
     key, values = error.errors()[0]["loc"][0], dict(text.partition("=")[::2] for text in overrides)
     if key in {name.lstrip("+~").partition(".")[0] for name in values}:
         return "run settings"
@@ -194,71 +200,8 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-# -- what of the user's environment a rank inherits: an allow-list. All else is no input of a
-# measurement.
-#
-# A verbosity hides the warning that a signature waits for, PYTHONOPTIMIZE removes the assertion, a
-# debug level of torch.distributed crashes DDP: each would be a false statement about upstream. What
-# a person must be able to pass is a setting (``env.NCCL_SOCKET_IFNAME=eth0``): it is recorded with
-# the attempt, and part of the variant's fingerprint.
+# -- the environment of a rank (environment.yaml)
 
-# Where programs, libraries and the user's own folders are, and how text is encoded.
-_PLACES = {
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "TERM",
-    "LD_LIBRARY_PATH",
-    "XDG_CACHE_HOME",
-    "CUDA_HOME",
-    "CUDA_PATH",
-    "NVIDIA_VISIBLE_DEVICES",
-    "NVIDIA_DRIVER_CAPABILITIES",
-    "SYSTEMROOT",
-}
-# Which compiler makes an extension: torch compiles one again when its command line changed, inside
-# the attempt.
-_TOOLCHAIN = {
-    "CC",
-    "CXX",
-    "CUDACXX",
-    "CUDAHOSTCXX",
-    "NVCC_CCBIN",
-    "TORCH_CUDA_ARCH_LIST",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "LIBRARY_PATH",
-    "CONDA_PREFIX",
-}
-# What it takes to reach the hub, and where real weights are kept: with ``weights=hub`` only.
-_HUB = {
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HUGGINGFACE_HUB_CACHE",
-    "HF_TOKEN",
-    "HF_TOKEN_PATH",
-    "HUGGING_FACE_HUB_TOKEN",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-    "REQUESTS_CA_BUNDLE",
-    "CURL_CA_BUNDLE",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "http_proxy",
-    "https_proxy",
-    "all_proxy",
-    "no_proxy",
-}
 # Set by the launch itself, for every attempt anew.
 _CONTRACT = re.compile(
     r"(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|CUDA_VISIBLE_DEVICES"
@@ -267,41 +210,36 @@ _CONTRACT = re.compile(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+@cache
+def _variables() -> dict[str, list[str]]:
+    return read_yaml(Path(__file__).with_name("environment.yaml"))
+
+
 def inherited(hub: bool = False, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The part of ``given`` (default: this process's environment) that a process of a stack starts
-    from."""
-    names = _PLACES | _TOOLCHAIN | (_HUB if hub else set())
+    """Return the variables with which a rank starts; ``given`` defaults to this process's."""
+    return _chosen(given, "places", "toolchain", *(["hub"] if hub else []))
+
+
+def building(given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return those of a process that compiles extensions: it reads more than ranks may."""
+    return _chosen(given, "places", "toolchain", "build")
+
+
+def _chosen(given: Mapping[str, str] | None, *groups: str) -> dict[str, str]:
+    names = {name for group in groups for name in _variables()[group]}
     environ = os.environ if given is None else given
     return {
         name: value for name, value in environ.items() if name in names or name.startswith("LC_")
     }
 
 
-def building(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The same for a process that compiles extensions: compilers read more than ranks may."""
-    environ = os.environ if given is None else given
-    flags = {
-        "CFLAGS",
-        "CXXFLAGS",
-        "LDFLAGS",
-        "NVCC_PREPEND_FLAGS",
-        "NVCC_APPEND_FLAGS",
-        "MAX_JOBS",
-        "TMPDIR",
-    }
-    return {
-        **inherited(given=environ),
-        **{name: value for name, value in environ.items() if name in flags},
-    }
-
-
 def set_by_launch(name: str) -> bool:
-    """Whether a variable is part of a launch's contract with its ranks (RANK, MASTER_PORT ...)."""
+    """Return whether a launch itself sets a variable for its ranks (RANK, MASTER_PORT ...)."""
     return bool(_CONTRACT.fullmatch(name))
 
 
 def refused(name: str) -> str | None:
-    """Why a variable cannot be given by the setting ``env``, or None."""
+    """Return why the setting ``env`` cannot set a variable, or None."""
     if not _NAME.fullmatch(name):
         return "not the name of an environment variable"
     if _CONTRACT.fullmatch(name):

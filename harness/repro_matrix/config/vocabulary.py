@@ -1,5 +1,4 @@
-"""Words that files in conf/ and stored results share, the packages known by name, and the base type
-of every file."""
+"""Define the words of conf/ and stored results, known packages, and the files' base type."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ VerdictName = Literal[
     "PASSED",
     "FAILED",
 ]
-# What a variant is for: it shows the failure; is meant to cure it; is advice that is known not to
-# help; isolates a condition, and nobody claims that it helps.
+# The purpose of a variant: it shows the failure, is meant to cure it, is advice that is known not
+# to help, or isolates a condition (no thread claims that it helps).
 Role = Literal["unfixed", "fix", "non_fix", "probe"]
 Held = Literal["whole", "shard", "part"]
 CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
@@ -32,12 +31,12 @@ SignatureKind = Literal["exception", "log", "check", "hang", "signal"]
 # Capabilities of the machine that every rank records (repros/repro_kit/machine.py).
 Capability = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]
 
-# Where the failures lie; releases of these are searched, and expectations hold over ranges of them.
+# The packages of the failures: releases are searched, and expectations apply to ranges of them.
 UPSTREAM = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 # Trainers built upon them: a claim's condition or an error's place may name the first, a log's head
 # both.
 TRAINERS = ("trl", "ray")
-# What a document says of its stack; the label's key stands for all the rest.
+# The packages of a stack in a document; the label's key represents all others.
 RELEVANT = (
     "python",
     *UPSTREAM,
@@ -48,7 +47,7 @@ RELEVANT = (
     "datasets",
     "triton",
 )
-# What people replace in a stack: what a misspelt name may have meant.
+# Packages that people replace in a stack: suggestions for a misspelt name.
 REPLACED = (*UPSTREAM, "numpy", "tokenizers", "einops")
 
 
@@ -58,7 +57,7 @@ class Strict(BaseModel):
     )
 
 
-def _regex(value: str) -> str:
+def _check_regex(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
@@ -66,7 +65,7 @@ def _regex(value: str) -> str:
     return value
 
 
-def _requirement(value: str) -> str:
+def _check_requirement(value: str) -> str:
     try:
         requirements.Requirement(value)
     except requirements.InvalidRequirement as error:
@@ -74,5 +73,5 @@ def _requirement(value: str) -> str:
     return value
 
 
-Regex = Annotated[str, AfterValidator(_regex)]
-Requirement = Annotated[str, AfterValidator(_requirement)]  # torch>=2.4
+Regex = Annotated[str, AfterValidator(_check_regex)]
+Requirement = Annotated[str, AfterValidator(_check_requirement)]  # torch>=2.4

@@ -1,1 +1,1 @@
-"""The machine and its GPUs; the software stacks. Never imports torch."""
+"""Describe the machine, its GPUs and the software stacks; never import torch."""

@@ -1,16 +1,14 @@
-"""GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors
-during a run.
+"""Read the GPUs, their state and their errors from NVIDIA's management library (NVML).
 
-``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
-raise: what a GPU or driver does not report (no permission, not supported) counts as unknown, and a
-GPU of which NVML says nothing at all, or that it has failed or must be reset, is not usable.
+``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never raise: what a GPU or
+driver does not report (no permission, not supported) counts as unknown. A GPU is not usable if NVML
+reports nothing about it, that it has failed, or that it must be reset.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -32,8 +30,10 @@ ANSWER_S = 20.0  # for one question to NVML
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "":
-    unknown."""
+    """One GPU.
+
+    ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "": unknown.
+    """
 
     index: int
     name: str
@@ -57,9 +57,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU. ``memory_mb`` None: unknown. ``name`` None: it cannot be
-    inspected from here (inside a container NVML gives the host's numbers). ``ours``: a run of this
-    project started it."""
+    """A process that computes on a GPU.
+
+    ``memory_mb`` None: unknown. ``name`` None: it cannot be inspected from here (inside a container
+    NVML gives the host's numbers). ``ours``: a run of this project started it.
+    """
 
     pid: int
     memory_mb: int | None
@@ -73,8 +75,10 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What may change during a run. Sizes in MiB; None, 0 or (): this GPU or driver does not report
-    it."""
+    """The state of a GPU, which may change during a run.
+
+    Sizes in MiB; None, 0 or (): this GPU or driver does not report it.
+    """
 
     free_mb: int | None = None
     used_mb: int = 0  # by all processes; without the driver's own part where it is reported
@@ -171,8 +175,10 @@ def open_driver() -> Pynvml:
 
 
 class Pynvml:
-    """The questions to NVML. Raises DriverError; an unsupported question gives None or the
-    default."""
+    """The calls to NVML.
+
+    Raises DriverError; a call that this GPU does not support gives None or the default.
+    """
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
@@ -181,8 +187,10 @@ class Pynvml:
         self._ask("nvmlInit")
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Ask in a thread, because a faulty driver may never answer; nothing is asked after
-        that."""
+        """Call NVML in a thread, because a faulty driver may never answer.
+
+        After that it is not called again.
+        """
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -215,8 +223,7 @@ class Pynvml:
             raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
-        """Return the answer; None where this GPU or driver gives none (most questions may be
-        refused)."""
+        """Return the answer; None if this GPU or driver gives none."""
         try:
             return self._call(name, *args, **options)
         except DriverError:
@@ -246,10 +253,9 @@ class Pynvml:
 
     def state(self, uuid: str) -> GpuState:
         lib, handle = self.lib, self._ask("nvmlDeviceGetHandleByUUID", uuid)
-        memory = self._ask(
-            "nvmlDeviceGetMemoryInfo", handle
-        )  # a GPU that fell off the bus fails here
-        # Version 2 of the call leaves out what the driver takes for itself (half a GiB on an H100).
+        # a GPU that fell off the bus fails here
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        # Version 2 of the call excludes what the driver takes for itself (half a GiB on an H100).
         version = getattr(lib, "nvmlMemory_v2", None)
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=version) or memory
         running = self._optional("nvmlDeviceGetComputeRunningProcesses", handle) or []
@@ -270,9 +276,8 @@ class Pynvml:
                 " whole GPUs"
             )
             return f"{why}: nvidia-smi -mig 0 ends it"
-        action = getattr(
-            self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None
-        )  # drivers from r570 on
+        # drivers from r570 on
+        action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         values = (
             self._optional("nvmlDeviceGetFieldValues", handle, [action])
             if action is not None
@@ -296,8 +301,10 @@ class Pynvml:
             self._optional("nvmlDeviceRegisterEvents", handle, kind, self._events)
 
     def next_error(self) -> tuple[str, int] | None:
-        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is
-        reported once."""
+        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None.
+
+        Each is reported once.
+        """
         if self._events is None:
             return None
         try:
@@ -321,17 +328,16 @@ class Pynvml:
 
 def query() -> tuple[tuple[Gpu, ...], str, str | None]:
     """Return all GPUs by NVML's index, the driver's version, and the newest CUDA that it supports.
-    Raises DriverError.
 
-    CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
+    Raises DriverError. CUDA_VISIBLE_DEVICES does not matter here; unusable GPUs are included.
+
+    CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them.
+    """
     with contextlib.closing(open_driver()) as driver:
         found = [_gpu(driver, index) for index in range(driver.count())]
         by_uuid = any(gpu.by_uuid for gpu in found)  # then all that follow may have other numbers
-        uuids = Counter(gpu.uuid for gpu in found if gpu.uuid)
-        twice = "NVML gives another GPU the same UUID, by which a process could be given either"
-        whys = [twice if uuids[gpu.uuid] > 1 else gpu.unusable for gpu in found]
-        gpus = (replace(gpu, unusable=why, by_uuid=by_uuid) for gpu, why in zip(found, whys))
-        return (tuple(gpus), *driver.versions())
+        gpus = tuple(replace(gpu, by_uuid=by_uuid) for gpu in found)
+        return (gpus, *driver.versions())
 
 
 def _gpu(driver: Pynvml, index: int) -> Gpu:
@@ -339,19 +345,19 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
         gpu = driver.gpu(index)
     except DriverError as error:
         return Gpu(index, "", "", unusable=str(error), by_uuid=True)
-    state = _state(driver, gpu.uuid)
+    state = _identified_state(driver, gpu.uuid)
     reason = state.problem
     if gpu.mode == "prohibited":
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
     elif not reason and gpu.mode.startswith("exclusive") and state.others:
         reason = f"its compute mode is {gpu.mode} and {state.others[0]} holds it"
-    # CUDA leaves out a GPU that is lost or in MIG mode, and NVML counts it.
+    # CUDA does not count a GPU that is lost or in MIG mode, and NVML does.
     return replace(
         gpu, busy=other_user(state) is not None, unusable=reason, by_uuid=state.problem is not None
     )
 
 
-def _state(driver: Pynvml, uuid: str) -> GpuState:
+def _identified_state(driver: Pynvml, uuid: str) -> GpuState:
     try:
         state = driver.state(uuid)
     except DriverError as error:
@@ -387,14 +393,12 @@ class Nvml:
     def __init__(self, gpus: Iterable[str]) -> None:
         self.gpus = list(gpus)
         self._driver: Pynvml | None = None
-        self._unwatched: str | None = (
-            None  # why NVML could not be opened: nothing may run on GPUs then
-        )
+        # why NVML could not be opened: nothing may run on GPUs then
+        self._unwatched: str | None = None
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
-        self.program_errors: dict[
-            str, set[int]
-        ] = {}  # uuid -> Xids of APPLICATION_XIDS, until they are taken
+        # uuid -> Xids of APPLICATION_XIDS, until they are taken
+        self.program_errors: dict[str, set[int]] = {}
 
     def __enter__(self) -> Nvml:
         if self.gpus:
@@ -416,7 +420,7 @@ class Nvml:
         """Return the state of one GPU now; memory errors since the run began are a problem."""
         if self._driver is None:
             return GpuState(problem=self._unwatched)
-        state = _state(self._driver, uuid)
+        state = _identified_state(self._driver, uuid)
         count = state.ecc_uncorrected  # None: no ECC, or it is off
         new = 0 if count is None else count - self._ecc.setdefault(uuid, count)
         errors = f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None

@@ -1,4 +1,4 @@
-"""Read a user's lock files, and turn two of them into stacks that can be installed here.
+"""Read a user's lock files, and turn two into stacks that can be installed here.
 
 A lock file is a requirements file with pins (``pip freeze``, ``pip list --format=freeze``, ``uv
 export``, ``poetry export``) or a project's uv.lock. A package from a clone, a folder or a URL has
@@ -74,9 +74,11 @@ def parse_lock_file(text: str, path: str) -> Lockfile:
 
 
 def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirement | None]]:
-    """Yield of each line that installs something its place, itself, what it installs, and that as a
-    requirement: None of a clone, a folder or a URL. Raises ConfigError that names a line that is
-    neither."""
+    """Yield each line that installs something, with its place and its requirement.
+
+    The requirement is None for a clone, a folder or a URL. Raises ConfigError for a line that is
+    neither.
+    """
     for number, raw in enumerate(text.splitlines(), 1):
         line = locks.without_options(raw)
         where = f"{path}:{number}: {line!r}"
@@ -89,12 +91,14 @@ def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirem
                 raise ConfigError(f"{where} is not NAME==VERSION. Give {FORMATS}.") from None
 
 
-# -- two of them as the ends of a search
+# -- two lock files as the ends of a search
 
 
 def changed_packages(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
-    """Return the packages in which they differ: name -> (good, bad), "" where it is absent. Raises
-    ConfigError."""
+    """Return the packages that differ: name -> (good, bad), "" if absent.
+
+    Raises ConfigError.
+    """
     for name in sorted({*good.unreleased, *bad.unreleased}):
         one, other = (
             each.unreleased.get(name, each.pins.get(name, "absent")) for each in (good, bad)
@@ -115,8 +119,10 @@ def changed_packages(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]
 
 
 def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
-    """Return the good stack, the bad one, and notes for the report. Names of stacks stay as they
-    are."""
+    """Return the good stack, the bad one, and notes for the report.
+
+    Names of stacks stay as they are.
+    """
     if any(text.startswith("python:") or not Path(text).is_file() for text in (good, bad)):
         return good, bad, []
     one, other = read_lock_file(Path(good)), read_lock_file(Path(bad))
@@ -164,10 +170,9 @@ def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
 def overlay_of(
     lockfile: Lockfile, base: str, versions: Mapping[str, str], other: Lockfile
 ) -> str | None:
-    """Return the stack ``base``, which has ``versions``, with what the file has otherwise installed
-    on top of it.
+    """Return ``base``, which has ``versions``, with the file's other versions on top of it.
 
-    None where that is not possible: another torch, too many packages, or one that would have to be
+    None if that is not possible: another torch, too many packages, or one that would have to be
     removed.
     """
     torch = versions.get("torch", "")
@@ -178,7 +183,10 @@ def overlay_of(
     )
 
     def comes_with_torch(name: str) -> bool:
-        """nvidia-..., triton: another build of the same torch serves."""
+        """Return whether torch brings it: nvidia-..., triton.
+
+        Another build of the same torch serves.
+        """
         return "torch" in pins and name not in ("torch", *NOT_OF_TORCH) and bool(HEAVY.match(name))
 
     changed = {name: version for name, version in pins.items() if version != versions.get(name)}

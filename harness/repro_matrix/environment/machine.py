@@ -1,8 +1,6 @@
-"""The machine that a run is on (its usable GPUs, cores and memory), and the hardware profile to run
-with.
+"""Detect the machine (usable GPUs, cores, memory) and choose the hardware profile.
 
-At the end: what else a run depends on (shared memory, writable folders, whether py-spy can inspect
-hung ranks).
+At the end: shared memory, writable folders, and whether py-spy can inspect hung ranks.
 """
 
 from __future__ import annotations
@@ -59,15 +57,16 @@ class Machine:
     # none.
     unusable: tuple[str, ...] = ()
     hidden: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
-    shell: tuple[
-        str, ...
-    ] = ()  # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
+    # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
+    shell: tuple[str, ...] = ()
     nccl_files: tuple[str, ...] = ()  # files from which NCCL takes variables
     free_gb: float | None = None  # of memory_gb, not used by any process now; None: unknown
 
     def notes(self, given: Mapping[str, str]) -> list[str]:
-        """Return what NCCL will see on this machine beside, or against, the user's shell.
-        ``given``: the run's env."""
+        """Return what NCCL reads on this machine beside, or against, the user's shell.
+
+        ``given``: the run's env.
+        """
         dropped = [text for text in self.shell if text.partition("=")[0] not in given]
         more = " ".join(f"env.{text}" for text in dropped)
         texts = [
@@ -94,9 +93,8 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     except DriverError as caught:
         error = caught
     text = env.get(VISIBLE_DEVICES)
-    if (
-        gpus and text is None
-    ):  # a batch system that gives a job some of the GPUs shows the devices of all, and sets it
+    # a batch system that gives a job some of the GPUs shows the devices of all, and sets it
+    if gpus and text is None:
         gpus = (*gpus, *_uncounted(len(gpus), root))
     asks_for_none = text is not None and text.strip() in _NO_GPU
     shown, problem = (
@@ -141,8 +139,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
 def visible_gpus(
     text: str | None, gpus: Sequence[Gpu], order: str | None
 ) -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES (``text``) names, in its order, and why it cannot
-    be used or None.
+    """Return the GPUs in CUDA_VISIBLE_DEVICES (``text``), in its order, and what is wrong with it.
 
     CUDA ignores part of a list that is not valid (it ends at the first bad entry; a GPU named twice
     leaves none): such a list is refused. ``order``: CUDA_DEVICE_ORDER; by default CUDA counts the
@@ -198,8 +195,10 @@ def _names(entry: str, gpu: Gpu, by_uuid: bool) -> bool:
 
 
 def _signs(env: Mapping[str, str], root: Path) -> list[str]:
-    """Return the signs that GPUs are here, or were requested, though NVML shows none: ``auto`` is
-    not the CPU then."""
+    """Return the signs that GPUs are here, or were requested, although NVML shows none.
+
+    ``auto`` does not choose the CPU then.
+    """
     signs = [
         f"/{path.relative_to(root)} exists"
         for pattern in _SIGNS
@@ -233,8 +232,10 @@ def _cgroup(root: Path, own: Path) -> Iterator[Path]:
 
 
 def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float, float]:
-    """Return the (cores, bytes of memory) that a container or a batch system allows; infinite where
-    it does not."""
+    """Return the cores and the bytes of memory that a container or a batch system allows.
+
+    Infinite if it sets no limit.
+    """
     cores = memory = float("inf")
     for folder in _cgroup(root, own):
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"
@@ -246,8 +247,10 @@ def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float, 
 
 
 def cgroup_used(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
-    """Return the bytes in use of a container's limit, without the page cache, which can be dropped;
-    0: unknown."""
+    """Return the bytes in use of a container's limit, without the page cache; 0: unknown.
+
+    The system can drop the page cache.
+    """
     with contextlib.suppress(OSError, ValueError, StopIteration):
         folder = next(_cgroup(root, own))
         current = int((folder / "memory.current").read_text(encoding="utf-8"))
@@ -255,9 +258,8 @@ def cgroup_used(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
             line.split()
             for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
         )
-        return max(
-            0, current - int(stat.get("file", 0)) + int(stat.get("shmem", 0))
-        )  # /dev/shm cannot be dropped
+        # /dev/shm cannot be dropped
+        return max(0, current - int(stat.get("file", 0)) + int(stat.get("shmem", 0)))
     return 0
 
 
@@ -304,15 +306,19 @@ class Profile:
         )
 
     def words(self) -> str:
-        """Return it for the first line of a run: ``gpu2 (2 x NVIDIA H200; 1 more unused), backend
-        nccl``."""
+        """Return it for the first line of a run.
+
+        ``gpu2 (2 x NVIDIA H200; 1 more unused), backend nccl``
+        """
         idle = f"; {self.idle} more unused" if self.idle else ""
         gpus = f" ({count_names(self.gpus)}{idle})" if self.gpus else ""
         return f"{self.name}{gpus}, backend {self.backend}"
 
     def warnings(self, shm: int | None) -> list[str]:
-        """Return what may go wrong on these GPUs and is no error yet. ``shm``: MiB of shared
-        memory; None: none."""
+        """Return what may go wrong on these GPUs and is not an error yet.
+
+        ``shm``: MiB of shared memory; None: none.
+        """
         texts = []
         if self.backend == "nccl" and len(self.gpus) > 1 and (shm or 0) < SHM_MB:
             size = "is missing" if shm is None else f"has {shm} MiB"
@@ -338,9 +344,11 @@ def count_names(gpus: Sequence[Gpu]) -> str:
 
 
 def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Profile:
-    """Return the profile to run with. Raises HardwareError when the machine does not have what it
-    needs, and for
-    ``auto`` where GPUs are here, or were requested, and none can be used."""
+    """Return the profile to run with.
+
+    Raises HardwareError if the machine lacks what it needs, and for ``auto`` if GPUs are here, or
+    were requested, and none can be used.
+    """
     if name not in known:
         raise unknown("hardware", name, known, "hardware")
     if name == "auto":
@@ -348,21 +356,20 @@ def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Pr
     spec = known[name]
     if spec.accelerator == "cpu":
         return Profile(name, "cpu", "gloo")
-    fitting = sorted(
-        (gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.busy
-    )  # else as listed
+    # else as listed
+    fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.busy)
     exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
     if exclusive or len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} GPU" if spec.gpu_name else "GPU"
         reasons = [*exclusive, *(describe_unusable(machine.left_out) or machine.unusable)]
         reasons += [f"{machine.hidden}: unset it, or list GPUs"] if machine.hidden else []
-        raise HardwareError(
-            f"hardware={name}: needs {counted(spec.gpus, kind)}, " + "and this machine has"
-            f" {count_names(machine.gpus) or 'none' + ' that can be used' * bool(reasons)}. "
-            + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
-            + ("hardware=auto uses the GPUs of this machine; " if machine.gpus else "")
-            + "hardware=cpu runs with gloo on any machine."
-        )
+        have = count_names(machine.gpus) or ("none that can be used" if reasons else "none")
+        needed = f"needs {counted(spec.gpus, kind)}, and this machine has {have}. "
+        if reasons:
+            needed += f"Not usable: {'; '.join(reasons)}. "
+        if machine.gpus:
+            needed += "hardware=auto uses the GPUs of this machine; "
+        raise HardwareError(f"hardware={name}: {needed}hardware=cpu runs with gloo on any machine.")
     chosen = [gpu for gpu in machine.gpus if gpu in fitting[: spec.gpus]]
     return Profile(
         name, "cuda", _backend(spec), tuple(chosen), spec.shared, len(machine.gpus) - len(chosen)
@@ -372,8 +379,11 @@ def settle(name: str, known: dict[str, HardwareProfile], machine: Machine) -> Pr
 def settle_all(
     names: Sequence[str], known: dict[str, HardwareProfile], machine: Machine
 ) -> list[Profile]:
-    """Return the profiles of a run, the widest first. ``auto`` is all that this machine can be: its
-    GPUs, one GPU that several ranks share where there is no second one, and its CPU."""
+    """Return the profiles of a run, the widest first.
+
+    ``auto`` is all that this machine can be: its GPUs, one GPU that several ranks share if there is
+    no second one, and its CPU.
+    """
     if list(names) != ["auto"]:
         profiles = [settle(name, known, machine) for name in dict.fromkeys(names)]
         return sorted(profiles, key=lambda profile: -len(profile.gpus))
@@ -387,7 +397,7 @@ def settle_all(
 
 
 def with_every_gpu(machine: Machine) -> Machine:
-    """Return the machine as it would be if the GPUs that are left out could be used."""
+    """Return the machine as it would be if all its GPUs could be used."""
     repaired = (replace(gpu, unusable=None, mode="default") for gpu in machine.left_out)
     return replace(machine, gpus=(*machine.gpus, *repaired), left_out=())
 
@@ -411,8 +421,10 @@ def _fits(spec: HardwareProfile, gpu: Gpu) -> bool:
 
 
 def _detect_name(known: dict[str, HardwareProfile], machine: Machine) -> str:
-    """Return the largest profile that the machine fills; one that names the GPU wins over one that
-    does not."""
+    """Return the largest profile that the machine fills.
+
+    A profile of this GPU's name wins over one without a name.
+    """
     if not machine.gpus:
         if not machine.unusable:
             return "cpu"
@@ -446,9 +458,8 @@ def shm_mb(path: Path = Path("/dev/shm")) -> int | None:
 def unwritable(folder: Path) -> str | None:
     """Return why a folder cannot be written to, or created; None when it can."""
     existing = folder
-    while (
-        not os.path.lexists(existing) and existing != existing.parent
-    ):  # Path.exists raises without permission
+    # Path.exists raises without permission
+    while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return None
@@ -465,8 +476,10 @@ def conditions() -> Around:
 
 
 def no_ptrace() -> str | None:
-    """Return why py-spy cannot inspect our processes (hangs are then dumped by faulthandler); None
-    when it can."""
+    """Return why py-spy cannot inspect our processes; None if it can.
+
+    faulthandler dumps hangs then.
+    """
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:
             text, reason = py_spy(child.pid)

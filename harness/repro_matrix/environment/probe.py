@@ -1,4 +1,4 @@
-"""Can a stack's torch use the GPUs? One process of the stack tries it before anything is launched.
+"""Try in one process of the stack whether its torch can use the GPUs, before any launch.
 
 The answer is recorded in the results (``hardware.probe``). ``problem`` is pure.
 """
@@ -57,16 +57,17 @@ _OTHER_BUILD = (
 
 
 def run_probe(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> Json:
-    """Run the probe in the stack; return its lines as one mapping, with ``failed`` where it did not
-    finish.
+    """Run the probe in the stack; return its lines as one mapping.
+
+    It has ``failed`` if the probe did not finish.
 
     ``devices``: indices of the GPUs to compute on; None: the CPU. ``env``: what ranks of the stack
     get.
     """
-    with _folder() as folder:
+    with _probe_folder() as folder:
         argument = "cpu" if devices is None else ",".join(map(str, devices))
         return {
-            **_run(stack, folder, [[argument]], [env])[0],
+            **_run_processes(stack, folder, [[argument]], [env])[0],
             "asked": [] if devices is None else list(devices),
         }
 
@@ -96,8 +97,7 @@ def pairs_of(devices: Sequence[int]) -> list[list[int]]:
 
 
 def merge_pairs(answers: Sequence[tuple[Sequence[int], Json]]) -> Json:
-    """Return the answer of ``ask_pair`` for those that failed, with their devices (``pairs``); {}
-    where all work."""
+    """Return the answer of the pairs that failed, with their devices; {} if all work."""
     failed = [(devices, answer) for devices, answer in answers if answer]
     if not failed:
         return {}
@@ -113,21 +113,20 @@ def _all_reduce(
     stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]
 ) -> str | None:
     """Return what went wrong, or None."""
-    with _folder() as folder:
+    with _probe_folder() as folder:
         ranks = [
             ["rank", str(rank), str(folder), str(device)] for rank, device in enumerate(devices)
         ]
-        answers = _run(stack, folder, ranks, envs)
+        answers = _run_processes(stack, folder, ranks, envs)
     problems = [str(answer["error"]) for answer in answers if answer.get("error")]
-    failed = [
-        answer for answer in answers if answer.get("failed") and not problems
-    ]  # else ended for it
+    # else ended for it
+    failed = [answer for answer in answers if answer.get("failed") and not problems]
     problems += [f"a rank {answer['failed']}" for answer in failed if not answer.get("hangs")]
     problems += [f"it hangs (at: {answer.get('stage')}, {answer['failed']})" for answer in failed]
     return next(iter(problems), None)
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _probe_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="repro-probe-")
 
 
@@ -138,12 +137,14 @@ def _limit(stage: str | None) -> float:
     return PAIR_S if stage == "all-reduce" else DEVICE_S
 
 
-def _run(
+def _run_processes(
     stack: Stack, folder: str, arguments: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]]
 ) -> list[Json]:
-    """Run one process of the probe for each ``arguments``, until all have ended, one has an error,
-    or none goes on to its next step in time; return what each said, with ``failed`` where it did
-    not finish, and ``hangs``."""
+    """Run one process of the probe for each ``arguments``; return the answer of each.
+
+    It ends when all have ended, when one has an error, or when none reaches its next step in time.
+    An answer has ``failed`` if its process did not finish, and ``hangs``.
+    """
     logs = [Path(folder) / f"{number}.log" for number in range(len(arguments))]
     running: list[subprocess.Popen[bytes]] = []
     stages: list[str | None] = []
@@ -167,27 +168,27 @@ def _run(
             now = time.monotonic()
             if (at := [answer.get("stage") for answer in answers]) != stages:
                 stages, since = at, now
-            limit = max(
-                _limit(at[number]) for number in alive
-            )  # a rank may wait for one that is slower
+            # a rank may wait for one that is slower
+            limit = max(_limit(at[number]) for number in alive)
             if now - since > limit:
                 late = f"was not done after {limit:g} s"
                 break
-            if (
-                len(running) == 1 and now - max(since, said) > NEWS_S
-            ):  # the ranks of pairs would say the same
+            # the ranks of pairs would say the same
+            if len(running) == 1 and now - max(since, said) > NEWS_S:
                 log(
                     f"stack {stack.name}: {at[alive[0]] or 'starting python'} has taken"
                     f" {now - since:.0f} s so far"
                 )
                 said = now
             time.sleep(0.05)
-    return [_ended(path.read_bytes(), process, late) for path, process in zip(logs, running)]
+    return [_final_answer(path.read_bytes(), process, late) for path, process in zip(logs, running)]
 
 
-def _ended(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
-    """Return what a process of the probe said, and why it did not finish. ``late``: why it was
-    ended."""
+def _final_answer(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
+    """Return the answer of a process of the probe, and why it did not finish.
+
+    ``late``: why it was ended.
+    """
     answer = parse_output(output)
     if answer.get("stage") == "done" or answer.keys() & {"error", "import_error", "init_error"}:
         return answer
@@ -223,8 +224,7 @@ def parse_output(output: bytes) -> Json:
 
 
 def probe_record(answer: Mapping[str, Any]) -> Json:
-    """Return what results keep: what a measurement can depend on, and nothing that differs from run
-    to run."""
+    """Return what results keep: what a measurement can depend on, equal in every run."""
     devices = [
         {key: device.get(key) for key in ("name", "capability")}
         for device in answer.get("devices", ())
@@ -259,8 +259,10 @@ def import_notes(answer: Mapping[str, Any]) -> list[str]:
 
 
 def untested(answer: Mapping[str, Any], profile: Profile) -> list[str]:
-    """Name the GPUs on which nothing was computed: another run has locked them, or their memory is
-    in use."""
+    """Return a line about the GPUs on which nothing was computed.
+
+    Another run has locked them, or their memory is in use.
+    """
     names = [
         str(gpu.index) for number, gpu in enumerate(profile.gpus) if number not in answer["asked"]
     ]
@@ -274,8 +276,10 @@ def untested(answer: Mapping[str, Any], profile: Profile) -> list[str]:
 def problem(
     answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine
 ) -> str | None:
-    """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can. On
-    the CPU: why it does not import."""
+    """Return why torch cannot use the GPUs that NVML reports, and what to do; None if it can.
+
+    On the CPU: why it does not import.
+    """
     if profile.accelerator == "cpu":
         error = answer.get("import_error") or (
             answer.get("failed") and f"the probe {answer['failed']}"
@@ -353,9 +357,8 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
             *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]],
         ]
         pairs += [(uuid.removeprefix("GPU-"), gpu.uuid.removeprefix("GPU-"))]
-        if any(
-            one and other and one != other for one, other in pairs
-        ):  # another order: other GPUs than the locked
+        # another order: other GPUs than the locked
+        if any(one and other and one != other for one, other in pairs):
             sees = f"it sees {name} (compute capability {capability}, {uuid or 'UUID unknown'})"
             have = f"{gpu.name} ({gpu.capability}, {gpu.uuid})"
             return f"{sees}, where NVML has GPU {gpu.index}: {have}", False

@@ -29,11 +29,8 @@ from typing import Any, Literal
 from repro_matrix.text import first_line
 
 MAX_VALUE = 80  # characters of a value that is shown
-_NOT_FINITE = {
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-}  # JSON has no such numbers: the kit writes names
+# JSON has no such numbers: the kit writes names
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 State = Literal["passed", "failed", "void"]
 
@@ -51,8 +48,10 @@ class CheckResult:
 
 
 def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckResult:
-    """Evaluate a check; ``done_at``: when the script was done, on the clock of the check's
-    ``at``."""
+    """Evaluate a check.
+
+    ``done_at``: when the script was done, on the clock of the check's ``at``.
+    """
     name = check["name"]
     compare = _compare_numbers if check.get("tolerance") is not None else _compare_values
     state, details, severity = compare(check)
@@ -87,7 +86,7 @@ def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
         return "void", f"{len(actual)} numbers against {len(expected)}: {values}", 0.0
     if not all(map(math.isfinite, expected)):
         return "failed", f"the expected value is not finite: {values}", math.inf
-    # Where only zeros are expected, the values are shares of something: half of it is not rounding.
+    # If only zeros are expected, the values are shares: half of the whole is not rounding.
     if tolerance >= (max(map(abs, expected)) or 0.5):
         return "void", f"the tolerance is so wide that a zero would pass: {values}", 0.0
     differences = [abs(a - b) for a, b in zip(actual, expected)]
@@ -115,7 +114,7 @@ def _compared_nothing(check: Mapping[str, Any]) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a value is a list or mapping of nothing, at any depth."""
+    """Return whether a value is a list or mapping of nothing, at any depth."""
     items = value.values() if isinstance(value, dict) else value
     return isinstance(value, (dict, list)) and all(map(_is_empty, items))
 

@@ -31,11 +31,8 @@ SHARE = (
 )
 SPARE = 0.01  # ... and this part of the whole
 WHOLE = 0.9  # what counts as the whole: a few parameters may have no gradient
-COMPUTES = (
-    "training",
-    "inference",
-    "generating",
-)  # what is only loaded or saved may stay on the host
+# what is only loaded or saved may stay on the host
+COMPUTES = ("training", "inference", "generating")
 _HOLDS = {
     "parameters": "holds all parameters",
     "gradients": "holds all gradients",
@@ -44,8 +41,7 @@ _HOLDS = {
 
 
 def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
-    """Return the first reason to doubt that what the variant names took effect; None where there is
-    none."""
+    """Return the first reason to doubt that the variant's settings took effect, or None."""
     strategy = attempt.settings.get("strategy", {})
     invariants = strategy.get("invariants")
     if not invariants:
@@ -54,30 +50,30 @@ def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
     promised = {**invariants, **(changed.model_dump(exclude_unset=True) if changed else {})}
     return (
         _process_group(attempt)
-        or _gpus(case, attempt)
+        or _gpu_use(case, attempt)
         or _strategy(
             attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind
         )
         or _measurements(case, attempt.ranks)
-        or _unread(case, variant, attempt)
+        or _unread_setting(case, variant, attempt)
     )
 
 
 def unread_change(case: Case, variant: str, attempt: Evidence) -> str | None:
-    """Return which flag or option of the variant no rank has read, for an attempt that failed as
-    the unfixed variant does.
+    """Return the flag or option of the variant that no rank has read, or None.
 
-    A rank that was stopped before it could record what it read may have read it.
+    For an attempt that failed as the unfixed variant does. A rank that was stopped before it could
+    record what it read may have read it.
     """
     recorded = all("read" in rank.record and rank.ended_at is not None for rank in attempt.ranks)
-    return _unread(case, variant, attempt) if recorded and attempt.ranks else None
+    return _unread_setting(case, variant, attempt) if recorded and attempt.ranks else None
 
 
 def never_on_gpu(case: Case, attempt: Evidence) -> str | None:
-    """Return which rank began the case's body without CUDA, or on a GPU that was not leased to it:
-    it computed elsewhere, whatever it shows.
+    """Return which rank began the case's body without CUDA or on another GPU than its own, or None.
 
-    The kit initializes CUDA before the body, with any backend, and writes the record there.
+    Such a rank computed elsewhere, whatever it shows. The kit initializes CUDA before the body,
+    with any backend, and writes the record there.
     """
     if attempt.accelerator != "cuda" or case.simulated:
         return None
@@ -96,22 +92,22 @@ def never_on_gpu(case: Case, attempt: Evidence) -> str | None:
     return None
 
 
-def _evidence(rank: Rank, what: str) -> list[Effect]:
+def _effects(rank: Rank, what: str) -> list[Effect]:
     return [item for item in rank.record.get("effects", ()) if item["what"] == what]
 
 
 def _process_group(attempt: Evidence) -> str | None:
-    """Every rank was in a process group of all of them, with the backend that was asked for."""
+    """Check that every rank was in a process group of all ranks, with the requested backend."""
     if attempt.world_size < 2:
         return None
     for rank in attempt.ranks:
-        evidence = _evidence(rank, "group")
+        evidence = _effects(rank, "group")
         if not evidence:
             return f"no evidence of a process group on rank {rank.rank}"
         size = number(evidence[-1].get("actual"))
         if size != attempt.world_size:
             return (
-                f"the process group of rank {rank.rank} has {_format(size)} of {attempt.world_size}"
+                f"the process group of rank {rank.rank} has {_value(size)} of {attempt.world_size}"
                 " ranks"
             )
         backend = evidence[-1].get("backend", "")
@@ -123,9 +119,11 @@ def _process_group(attempt: Evidence) -> str | None:
     return None
 
 
-def _gpus(case: Case, attempt: Evidence) -> str | None:
-    """It computed on the GPUs that it was given: gloo and a lone process would use the CPU and not
-    fail."""
+def _gpu_use(case: Case, attempt: Evidence) -> str | None:
+    """Check that the attempt computed on its GPUs.
+
+    gloo and a lone process would use the CPU without an error.
+    """
     if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
         return None
     for rank in attempt.ranks:
@@ -136,7 +134,7 @@ def _gpus(case: Case, attempt: Evidence) -> str | None:
             each.name == "split" for each in rank.checks
         ):
             return (
-                f"no evidence on rank {rank.rank} that the model was split over {_format(devices)}"
+                f"no evidence on rank {rank.rank} that the model was split over {_value(devices)}"
                 " GPUs"
             )
     return None
@@ -153,7 +151,7 @@ def _strategy(
             continue
         shares: list[float] = []
         for rank in attempt.ranks:
-            evidence = _evidence(rank, what)
+            evidence = _effects(rank, what)
             if not evidence and (what == "parameters" or kind == "training"):
                 return f"{slug} left no evidence: {what} were not measured on rank {rank.rank}"
             for item in evidence[-1:]:
@@ -181,8 +179,10 @@ def _replicas(strategy: StrategySettings) -> int:
 
 
 def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts: int) -> str | None:
-    """Compare each rank's share of the whole with what was promised; all ranks together must hold
-    it all."""
+    """Compare each rank's share of the whole with the promised one.
+
+    All ranks together must hold the whole.
+    """
     everyone = min(shares) >= WHOLE
     if wanted == "whole":
         low = shares.index(min(shares))
@@ -213,7 +213,7 @@ def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts:
 
 def _collectives(attempt: Evidence, slug: str, wanted: Iterable[Any]) -> str | None:
     for rank in attempt.ranks:
-        evidence = _evidence(rank, "collectives")
+        evidence = _effects(rank, "collectives")
         if not evidence:
             return f"{slug} left no evidence: collectives were not counted on rank {rank.rank}"
         calls = evidence[-1].get("actual")
@@ -228,11 +228,13 @@ def _collectives(attempt: Evidence, slug: str, wanted: Iterable[Any]) -> str | N
 
 
 def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
-    """Every rank measured what the pass criteria list, and what any other rank measured, and within
-    its bounds."""
+    """Check that every rank measured the same effects, each within its bounds.
+
+    These are the effects in the pass criteria, and those that any rank measured.
+    """
     measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
     for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
-        without = [rank.rank for rank in ranks if not _evidence(rank, name)]
+        without = [rank.rank for rank in ranks if not _effects(rank, name)]
         if without:
             return f"{name} left no evidence on {list_ranks(without)}"
     for rank in ranks:
@@ -245,16 +247,15 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
             if value is None or low is None or high is None or not low <= value <= high:
                 subject = f" ({item['subject']})" if item.get("subject") else ""
                 bounds = " and ".join(
-                    f"at {key} {_format(item[key])}" for key in ("least", "most") if key in item
+                    f"at {key} {_value(item[key])}" for key in ("least", "most") if key in item
                 )
-                actual = f"got {_format(item.get('actual'))}, promised {bounds}{subject}"
+                actual = f"got {_value(item.get('actual'))}, promised {bounds}{subject}"
                 return f"{item['what']} was not in effect on rank {rank.rank}: {actual}"
     return None
 
 
-def _unread(case: Case, variant: str, attempt: Evidence) -> str | None:
-    """Some rank read every flag and option that the variant, or the cell, sets apart from its
-    default."""
+def _unread_setting(case: Case, variant: str, attempt: Evidence) -> str | None:
+    """Return a changed flag or option of the variant, or of the cell, that no rank has read."""
     spec = case.variants.get(variant)
     if spec is None:
         return None
@@ -276,5 +277,5 @@ def _unread(case: Case, variant: str, attempt: Evidence) -> str | None:
     return None
 
 
-def _format(value: Any) -> str:
+def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -1,10 +1,9 @@
-"""Compare a verdict with what is expected of its variant, and say which measurements may be
-compared at all. Pure.
+"""Compare a verdict with its expectation, and decide which measurements are comparable. Pure.
 
-An expectation holds for cells, releases and capabilities of the machine. Two measurements may be
-compared where they have the same settings, on machines with the same capabilities: a failure that a
-smaller shape does not trigger would otherwise count as fixed upstream. What may differ is what a
-comparison is about: the stack, and with it the day.
+An expectation applies to cells, releases and capabilities of the machine. Two measurements are
+comparable if they have the same settings, on machines with the same capabilities: otherwise a
+failure that a smaller shape does not trigger would count as fixed upstream. The stack and the day
+may differ, because they are what a comparison is about.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def expected(
     hardware: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Expectation | None:
-    """Return the expectation of a variant of a cell, narrowed to this variant's verdict; None when
-    there is none.
+    """Return the expectation of a variant of a cell, with this variant's verdict only; or None.
 
-    ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its kind
-    ("sm_80"); ``facts``
-    are the machine's capabilities: where one that the variant depends on differs, or is unknown,
-    nothing is expected. The most specific of several wins: named cells before none, then the one
-    with more version bounds; after that the later in the file.
+    ``where`` contains the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its kind
+    ("sm_80"); ``facts`` are the machine's capabilities. If one of them that the variant depends on
+    differs, or is unknown, nothing is expected.
+
+    The most specific of several expectations wins: one with a list of cells, then the one with more
+    version bounds, then the later in the file.
     """
     best: tuple[tuple[int, int], Expectation] | None = None
     for cells, entry in _of_variant(case, where, variant, hardware, facts):
@@ -56,13 +55,15 @@ def expected(
 def _of_variant(
     case: Case, where: str, variant: str, hardware: str, facts: Mapping[str, Any] | None
 ) -> Iterator[tuple[int, Expectation]]:
-    """Yield what is expected of a variant on any release, narrowed to it, and 1 where the entry
-    names the cell."""
+    """Yield the expectations of a variant on any release, with its verdict only.
+
+    Each with 1 if the entry lists the cell, else 0.
+    """
     cell, needed = _split(case, where), depends_on_capabilities(case, variant)
     for entry in case.expect:
         if variant not in entry.verdicts or hardware != entry.hardware:
             continue
-        cells = _cells(case, entry.cells, cell)
+        cells = _cell_rank(case, entry.cells, cell)
         if cells is not None and not capability_difference(needed, facts or {}, entry.capabilities):
             ids = {variant: entry.failure_ids[variant]} if variant in entry.failure_ids else {}
             only = {"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": ids}
@@ -77,9 +78,11 @@ def basis(
     hardware: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Basis | None:
-    """Return what a verdict is compared with: what was measured with these releases on this
-    hardware, else with the nearest releases, else on a CPU. What a variant with a stack of its own
-    shows depends on other releases, too."""
+    """Return the expectation with which a verdict is compared.
+
+    That is the one of these releases on this hardware, else of the nearest releases, else of a CPU.
+    A variant with a stack of its own depends on other releases too: it has no nearest ones.
+    """
     own_stack = variant in case.variants and case.variants[variant].stack
     for kind in dict.fromkeys((hardware, PREDICTING)):
         same = expected(case, where, variant, versions, kind, facts)
@@ -94,8 +97,10 @@ def basis(
 
 
 def as_expected(name: str) -> str:
-    """Return a verdict as an expectation writes it: other stacks' stored results make
-    NOT_REPRODUCED a FIXED_UPSTREAM."""
+    """Return a verdict as an expectation writes it.
+
+    Stored results of other stacks make NOT_REPRODUCED a FIXED_UPSTREAM.
+    """
     return "NOT_REPRODUCED" if name == "FIXED_UPSTREAM" else name
 
 
@@ -143,8 +148,10 @@ def comparison(
     hardware: str,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a document stores beside a verdict: the expected one, where it was measured if
-    that is not here, and how the two compare."""
+    """Return how a verdict compares with its expectation, as a document stores it.
+
+    With the expected verdict, and the place of its measurement if that is not here.
+    """
     known = basis(case, where, variant, versions, hardware, facts)
     role = case.variants[variant].role if variant in case.variants else "probe"
     state = compare_verdict(verdict, known, role, case.kind == "control")
@@ -169,8 +176,11 @@ def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
 
 
 def failure_note(verdict: Verdict, known: Basis | None) -> str:
-    """Return what verdicts of the same name hide: another failure than expected, or that none is
-    written down. Also say which nearest releases it was compared with."""
+    """Return the difference that verdicts of the same name hide.
+
+    That is another failure than expected, or a failure that is not written down. The note also
+    lists the nearest releases of the comparison.
+    """
     if known is None:
         return ""
     sides = [f"{name} with {release}" for name, release in zip(known.verdicts, known.releases)]
@@ -193,9 +203,8 @@ def failure_note(verdict: Verdict, known: Basis | None) -> str:
     return "; ".join(notes)
 
 
-def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
-    """Return 1 where the list names the cell, 0 where an empty list means all cells; None where it
-    is not among them.
+def _cell_rank(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
+    """Return 1 if the list contains the cell, 0 if an empty list means all cells, else None.
 
     A cell with other ranks or sizes than its case's is not among all.
     """
@@ -215,8 +224,7 @@ def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
 
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
-    """Return how many bounds the version ranges have, when all versions are within them; else
-    None."""
+    """Return the number of version bounds if all versions are within them, else None."""
     counts = [inside(specifier, versions.get(package)) for package, specifier in ranges.items()]
     return None if None in counts else sum(count or 0 for count in counts)
 
@@ -267,8 +275,8 @@ def machine(document: CellRecord) -> dict[str, Any]:
     return {**identity, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
 
 
-# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some
-# fixes hold there.
+# -- capabilities: a profile's name is too coarse. For example, some fixes need a CPU that computes
+# fp16.
 
 
 def recorded_capabilities(document: CellRecord) -> dict[str, str | bool]:
@@ -291,8 +299,7 @@ def depends_on_capabilities(case: Case, variant: str) -> list[str]:
 def capability_difference(
     wanted: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]
 ) -> str | None:
-    """Return the first capability that is not known to be the same on both sides; an unknown one is
-    not."""
+    """Return the first capability that is not known to be the same on both sides, or None."""
     for fact in wanted:
         one, other = here.get(fact), there.get(fact)
         if one is None or one != other:
@@ -301,8 +308,10 @@ def capability_difference(
 
 
 def same_release(one: str, other: str) -> bool:
-    """Compare two versions; a build (+cu121) that only one of them names is ignored: metadata may
-    leave it out."""
+    """Return whether two versions are one release.
+
+    A build (+cu121) that only one of them contains is ignored: metadata may omit it.
+    """
     if "+" in one and "+" in other:
         return one == other
     return one.partition("+")[0] == other.partition("+")[0]

@@ -1,4 +1,4 @@
-"""What failed, as text that can be compared between runs."""
+"""Describe what failed as text that is comparable between runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from repro_matrix.records.outcome import StoredOutcome
 
 TEXT = 160  # characters
-# What differs from run to run in the same message: addresses in memory and on the network, folders,
-# temporary names.
+# Parts that differ between runs in the same message: addresses in memory and on the network,
+# folders, temporary names.
 _VARYING = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),
@@ -28,8 +28,10 @@ def comparable_text(message: str) -> str:
 
 
 def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
-    """Return the known failure's text where an attempt reproduced it, else a hang's, else the most
-    frequent one."""
+    """Return the text of a variant's failure.
+
+    The known failure's text if an attempt reproduced it, else a hang's, else the most frequent one.
+    """
     for name in ("reproduced", "hang", "other_failure"):
         texts = Counter(_message(case, each) for each in outcomes if each["outcome"] == name)
         if texts:
@@ -38,8 +40,7 @@ def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
 
 
 def _message(case: str, outcome: StoredOutcome) -> str:
-    """Return a failure's message, with its type where it was an exception of the rank that the
-    outcome names."""
+    """Return a failure's message, with the type of an exception of the same rank."""
     known = next((item for item in outcome["recognized"] if item["case"] == case), None)
     primary = outcome["primary"]
     message = (

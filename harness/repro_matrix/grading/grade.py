@@ -85,26 +85,23 @@ def grade(
     cases: Mapping[str, Case] | Iterable[Case],
     planned: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Grade one attempt of ``variant``; ``cases``: the whole catalogue, against which it is
-    compared.
+    """Grade one attempt of ``variant`` against the whole catalogue, ``cases``.
 
-    ``planned``: the stack's versions, beside those that the observation itself was planned with.
+    ``planned``: the stack's versions, beside those with which the observation itself was planned.
     """
     attempt = Evidence(observation)
-    failures = find_failures(attempt, threads=not isinstance(case, AdhocCase))
+    adhoc = isinstance(case, AdhocCase)
+    failures = find_failures(attempt, threads=not adhoc)
     first = failures.first
-    primary = (
-        Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.location, first.kind)
-        if first
-        else None
-    )
-    recognized = _recognize(
-        case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases
-    )
-    outcome = _infra_error(attempt, planned or {})
-    if isinstance(
-        case, AdhocCase
-    ):  # what the user looks for may be just that: no memory, an import that fails
+    primary = None
+    if first:
+        message = first.message[:MAX_MESSAGE]
+        primary = Primary(first.rank, first.type, message, first.location, first.kind)
+    every = cases.values() if isinstance(cases, Mapping) else cases
+    recognized = _recognize(case, attempt, failures, every)
+    outcome = _infrastructure(attempt, planned or {})
+    if isinstance(case, AdhocCase):
+        # The user may look for just that: no memory, an import that fails.
         described = recognized or (not case.failure and primary)
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
     elif outcome is None and (error := script_error(failures)):
@@ -114,42 +111,42 @@ def grade(
     if outcome:
         return replace(outcome, recognized=recognized, primary=primary)
     outcome = _judge(case, variant, attempt, failures, recognized)
-    apart = diverged(attempt) if completes_mismatches(attempt) else []
-    if (
-        outcome.outcome in ("other_failure", "hang")
-        and apart
-        and str(apart[0]) not in outcome.reason
-    ):
-        outcome = replace(
-            outcome, reason=f"{outcome.reason}; its ranks were in different collectives: {apart[0]}"
-        )
-    if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
-        near = near_misses(case.signatures, attempt, failures)
-        outcome = replace(outcome, reason=f"{outcome.reason} (nearly {near})") if near else outcome
-    place = observation.get("place")
-    if place and outcome.check and outcome.outcome == "other_failure":
-        outcome = replace(outcome, reason=f"{outcome.reason}; with a trace: {place['sentence']}")
-    failed = (
-        failed_checks(case, attempt)
-        if outcome.outcome == "other_failure" and primary is None
-        else ()
-    )
-    if isinstance(case, AdhocCase):
+    failed: tuple[str, ...] = ()
+    if adhoc:
         failed = (outcome.check,) if outcome.check else ()
+    elif outcome.outcome == "other_failure" and primary is None:
+        failed = failed_checks(case, attempt)
     without_warning = None
     matching = [item for item in recognized if item.case == case.slug]
     if outcome.outcome == "reproduced" and all(item.kind == "log" for item in matching):
         others = tuple(item for item in recognized if item not in matching)
         without_warning = _judge(case, variant, attempt, failures, others).outcome
-    blocking = observation["attempt"].get("retry_of", {}).get("kind") == "gpu_or_program"
     return replace(
         outcome,
+        reason=outcome.reason + _additions(case, variant, attempt, failures, outcome),
         recognized=recognized,
         primary=primary,
         failed=failed,
         outcome_without_warning=without_warning,
-        blocking=blocking,
+        blocking=observation["attempt"].get("retry_of", {}).get("kind") == "gpu_or_program",
     )
+
+
+def _additions(
+    case: Case, variant: str, attempt: Evidence, failures: Failures, outcome: Outcome
+) -> str:
+    """Return what a reason adds: different collectives, a near miss, the place by a trace."""
+    found = ""
+    apart = diverged(attempt) if completes_mismatches(attempt) else []
+    unsaid = apart and str(apart[0]) not in outcome.reason
+    if unsaid and outcome.outcome in ("other_failure", "hang"):
+        found += f"; its ranks were in different collectives: {apart[0]}"
+    if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
+        near = near_misses(case.signatures, attempt, failures)
+        found += f" (nearly {near})" if near else ""
+    if attempt.place and outcome.check and outcome.outcome == "other_failure":
+        found += f"; with a trace: {attempt.place['sentence']}"
+    return found
 
 
 # -- 1. no evidence
@@ -165,7 +162,7 @@ def _no_evidence(
     return Outcome("infra_error", text, ranks=tuple(sorted(ranks)), check=check, infra_error=kind)
 
 
-def _infra_error(attempt: Evidence, planned: Mapping[str, str]) -> Outcome | None:
+def _infrastructure(attempt: Evidence, planned: Mapping[str, str]) -> Outcome | None:
     if attempt.interrupted:
         return _no_evidence("interrupted", "")
     if attempt.infra_error is not None:
@@ -210,9 +207,8 @@ def _other_versions(attempt: Evidence, stored: Mapping[str, str]) -> Outcome | N
     plans = [("the plan", attempt.planned), ("the stack", stored)]
     ranks = [(f"rank {rank.rank}", rank.record["versions"]) for rank in attempt.ranks]
     for (one, versions), (other, others) in combinations([*plans, *ranks], 2):
-        same = (
-            same_release if (one, versions) in plans else str.__eq__
-        )  # only metadata leaves out a build (+cu121)
+        # only metadata leaves out a build (+cu121)
+        same = same_release if (one, versions) in plans else str.__eq__
         for package in filter(others.__contains__, versions):
             pair = (versions[package], others[package])
             if "unknown" not in pair and not same(*pair):
@@ -228,10 +224,9 @@ def _other_versions(attempt: Evidence, stored: Mapping[str, str]) -> Outcome | N
 def _recognize(
     case: Case, attempt: Evidence, failures: Failures, cases: Iterable[Case]
 ) -> tuple[Recognized, ...]:
-    """Find every known failure of the catalogue, the case's own first, then in the catalogue's
-    order.
+    """Find every known failure of the catalogue, the case's own first.
 
-    Another case's failure counts under the strategies of that case only: elsewhere the same text
+    Another case's failure counts only under the strategies of that case: elsewhere the same text
     has another cause.
     """
     recognized = []
@@ -270,7 +265,7 @@ def _judge(
             return _no_evidence("no_effect", first_line(doubt))
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]
-        different = f"; {_describe(rest[0])}" if rest and not also else ""
+        different = f"; {_describe_failure(rest[0])}" if rest and not also else ""
         match = matching[0]
         reason = (
             f"{match.signature} on {list_ranks(match.ranks)}:"
@@ -281,12 +276,12 @@ def _judge(
         reason = f"known failure {others[0].case}: {first_line(others[0].message)}"
         return Outcome("other_failure", reason, ranks=others[0].ranks)
     if isinstance(case, AdhocCase):
-        made = _checks(case, attempt) if case.checks else None
+        made = _judge_checks(case, attempt) if case.checks else None
         outcome = _failed(attempt, failures.first) or made or _printed(case, attempt)
         return (_left_behind(attempt) if outcome.outcome == "passed" else None) or outcome
     return (
         _failed(attempt, failures.first)
-        or _checks(case, attempt)
+        or _judge_checks(case, attempt)
         or _effect(case, variant, attempt)
     )
 
@@ -310,10 +305,14 @@ def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
         return Outcome(
             "hang",
             reason
-            + (f"; {_describe(first)}" if first and not first.secondary else _stuck(attempt)),
+            + (
+                f"; {_describe_failure(first)}"
+                if first and not first.secondary
+                else _stuck(attempt)
+            ),
         )
     if first:
-        return Outcome("other_failure", _describe(first), ranks=(first.rank,))
+        return Outcome("other_failure", _describe_failure(first), ranks=(first.rank,))
     for rank in attempt.ranks:
         problem = _unfinished(rank)
         if problem:
@@ -327,7 +326,7 @@ def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
     return None
 
 
-def _describe(failure: Failure) -> str:
+def _describe_failure(failure: Failure) -> str:
     if failure.kind == "left":
         return f"rank {failure.rank}: exit 0 without its done marker"
     location = f" in {failure.location}" if failure.location else ""
@@ -364,8 +363,10 @@ def _unfinished(rank: Rank) -> str | None:
 
 
 def _left_behind(attempt: Evidence) -> Outcome | None:
-    """Refuse a rank that ended without Python's exit while a process of it, perhaps the training,
-    ran on."""
+    """Refuse a rank that ended without Python's exit while a process of it ran on.
+
+    That process may have been the training.
+    """
     ranks = [rank.rank for rank in attempt.ranks if rank.wrote and rank.ended_at is None]
     if not ranks or not attempt.leaked:
         return None
@@ -377,8 +378,10 @@ def _left_behind(attempt: Evidence) -> Outcome | None:
 
 
 def _printed(case: AdhocCase, attempt: Evidence) -> Outcome:
-    """Every rank of a user's script ended with exit code 0: does the number that it printed show
-    the failure?"""
+    """Judge the number that a user's script printed.
+
+    For an attempt in which every rank ended with exit code 0.
+    """
     metric, printed = case.metric, attempt.printed
     if attempt.command_exit:
         return Outcome("other_failure", f"the command ended with exit code {attempt.command_exit}")
@@ -406,7 +409,7 @@ def _printed(case: AdhocCase, attempt: Evidence) -> Outcome:
 # -- 6. to 9. every rank finished: is there the evidence that the case asks for?
 
 
-def _checks(case: Case, attempt: Evidence) -> Outcome | None:
+def _judge_checks(case: Case, attempt: Evidence) -> Outcome | None:
     failed: dict[str, list[tuple[float, int, str]]] = {}
     void, steps = None, attempt.settings.get("steps")
     for rank in attempt.ranks:
@@ -447,8 +450,7 @@ def _describe_check(name: str, failed: list[tuple[float, int, str]]) -> str:
 
 
 def _missing_checks(case: Case, attempt: Evidence) -> dict[str, list[int]]:
-    """Return the checks of the pass criteria that were not made, with the ranks that did not make
-    them."""
+    """Return the checks of the pass criteria that were not made, with the ranks that lack them."""
     ranks = attempt.ranks if case.pass_criteria.ranks == "all" else attempt.ranks[:1]
     without = {
         name: [rank.rank for rank in ranks if all(check.name != name for check in rank.checks)]

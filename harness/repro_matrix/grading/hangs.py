@@ -1,22 +1,19 @@
-"""Decide whether an attempt hangs: two process samples per rank show no progress, or its ranks are
-deadlocked. Pure.
+"""Decide whether an attempt hangs: its ranks make no progress, or are deadlocked. Pure.
 
-**Progress.** A sample (launch/sampling.py takes it) holds the CPU time of a rank and everything
-below it, whether any
-of that was about to run, what it read and wrote, its phase, its stack, and the collectives that it
-entered. Anything that changed is progress. ``stuck`` needs evidence that nothing did: a rank that
-could not be sampled twice, or whose stack and collectives are both unknown, is ``unknown``. A rank
-that waits on a GPU keeps a core busy: its CPU time is no evidence while its main thread is in a
-wait.
+**Progress.** A sample (launch/sampling.py takes it) holds the CPU time of a rank and its child
+processes, whether any of them was about to run, what they read and wrote, the rank's phase, its
+stack, and the collectives that it entered. Any change is progress. ``stuck`` needs evidence that
+nothing changed: a rank that was not sampled twice, or whose stack and collectives are both unknown,
+is ``unknown``. A rank that waits on a GPU keeps a core busy: its CPU time is not evidence while its
+main thread is in a wait.
 
-**Deadlock.** A rank in a collective waits for those members of its process group that have not
-entered it. Where every
-living rank waits for one that has ended, or that waits itself in the same way, none can go on. Two
-ranks that entered different collectives as the same one of their group never meet either. What each
-entered comes from torch's flight recorder (torch/distributed/flight_recorder is the model of the
-comparison). It does not hold every collective: gloo's send and recv are missing, older releases
-record NCCL alone. A rank that stands in torch.distributed without an entry waits for ranks that are
-not known.
+**Deadlock.** A rank in a collective waits for the members of its process group that have not
+entered it. If every living rank waits for a rank that has ended, or that waits itself in the same
+way, none can go on. Two ranks that entered different collectives as the same one of their group
+never meet either. The collectives come from torch's flight recorder
+(torch/distributed/flight_recorder is the model of the comparison). It does not record every
+collective: gloo's send and recv are missing, and older releases record NCCL only. A rank in
+torch.distributed without an entry waits for unknown ranks.
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ def rank_progress(first: Sample | None, second: Sample | None) -> Progress:
 
 
 def attempt_progress(samples: Mapping[int, tuple[Sample | None, Sample | None]]) -> Progress:
-    """Judge all ranks together: one that moves is progress, because the others may be waiting for
-    it."""
+    """Judge all ranks together: if one moves, the others may be waiting for it."""
     ranks = [rank_progress(first, second) for first, second in samples.values()]
     if "progress" in ranks:
         return "progress"
@@ -93,11 +89,10 @@ def _increase(first: Sample, second: Sample, key: str) -> float | None:
 
 
 def timeout_without_hang(attempt: Evidence) -> tuple[InfraErrorKind, str] | None:
-    """Return why an attempt that timed out is not a hang: (kind of infra, message); None where it
-    is one.
+    """Return why an attempt that timed out is not a hang: (kind of infra error, message); or None.
 
-    Without samples, a timeout is a hang. So is a rank that failed by itself while the others went
-    on: the grader decides that.
+    Without samples, a timeout is a hang. So is a timeout after a rank failed by itself while the
+    others went on: the grader decides that.
     """
     if not attempt.timed_out or any(
         rank.raised and not is_peer_error(rank.raised) for rank in attempt.ranks
@@ -152,17 +147,15 @@ _WAITS = frozenset(
     {"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"}
 )
 _DDP_CALLS = {"_distributed_broadcast_coalesced": "broadcast"}  # of its buffers, done in C++
-_DISPATCH = re.compile(
-    r"torch/(_ops\.py|_library/)"
-)  # how an operation is called: never where a rank stands
+# code that dispatches an operation: a rank never waits there
+_DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 
 
 def blocking_call(stack: str) -> str:
-    """Return the function of torch.distributed in which a main thread waits for others; "" anywhere
-    else.
+    """Return the function of torch.distributed in which a main thread waits for others; or "".
 
-    Making groups and connecting (new_group, rendezvous) does not count: it may take long, and ends
-    by itself.
+    Making groups and connecting (new_group, rendezvous) do not count: they may take long, and end
+    by themselves.
     """
     frame = next((frame for frame in _main_frames(stack) if not _DISPATCH.search(frame.file)), None)
     if frame and frame.function in _DDP_CALLS and "/torch/nn/parallel/distributed.py" in frame.file:
@@ -177,7 +170,7 @@ def blocking_call(stack: str) -> str:
 
 
 def in_backward(stack: str) -> bool:
-    """Whether the main thread is inside the autograd engine, with no Python hook at work."""
+    """Return whether the main thread is inside the autograd engine, outside of Python hooks."""
     main = _main_frames(stack)
     return bool(main) and main[0].function == "_engine_run_backward"
 
@@ -187,8 +180,7 @@ def _main_frames(stack: str) -> tuple[CodeLocation, ...]:
 
 
 def stable_stack(stack: str) -> str:
-    """Return what stays the same in a stack while nothing moves: the main thread, and other threads
-    in torch."""
+    """Return the threads that do not change in a hang: the main one, and others in torch."""
     stable = []
     for thread in parse_threads(stack):
         monitor = any("repro_kit/rank_monitor.py" in frame.file for frame in thread.frames)
@@ -199,9 +191,8 @@ def stable_stack(stack: str) -> str:
 
 # -- deadlock
 
-Group = tuple[
-    str, tuple[int, ...]
-]  # a name and its ranks: a group's name may mean other ranks elsewhere
+# a name and its ranks: a group's name may mean other ranks elsewhere
+Group = tuple[str, tuple[int, ...]]
 _KINDS = (
     "allgather",
     "reducescatter",
@@ -219,8 +210,7 @@ _KINDS = (
 
 
 def collective_kind(op: str) -> str:
-    """Return the kind of a collective, whatever a release or backend calls it; "" for an unknown
-    one."""
+    """Return the kind of a collective in any release and backend; "" for an unknown one."""
     plain = re.sub(r"[^a-z]", "", op.partition(" ")[0].lower())
     kind = next((name for name in _KINDS if plain.startswith(name)), "")
     return "barrier" if kind == "allreducebarrier" else kind
@@ -252,8 +242,10 @@ class RankCollectives:
         return tuple(entry for entry in self.entries or () if entry.waits)
 
     def last(self, group: Group) -> int | None:
-        """Return the number of the last collective of a group that it entered; None where that is
-        not known."""
+        """Return the number of the last collective of a group that the rank entered.
+
+        None if that is not known.
+        """
         if self.entries is None:
             return None
         numbers = [entry.sequence for entry in self.entries if entry.group == group]
@@ -279,7 +271,7 @@ def rank_collectives(
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first collective of a group that not all of its ranks entered, or not as the same one."""
+    """Describe the first collective that not all ranks of a group entered as the same one."""
 
     group: Group
     sequence: int
@@ -292,7 +284,7 @@ class Mismatch:
 
     @property
     def contradicts(self) -> bool:
-        """Whether ranks entered different kinds of collectives as the same one."""
+        """Return whether ranks entered different kinds of collectives as the same one."""
         return len({collective_kind(op) for op in self.ops.values()} - {""}) > 1
 
     def __str__(self) -> str:
@@ -306,12 +298,13 @@ class Mismatch:
 
 
 def find_mismatches(ranks: Iterable[RankCollectives], completed: bool = False) -> list[Mismatch]:
-    """Return every collective that a rank waits in and that a member has not entered, or not as the
-    same kind.
+    """Return the collectives that a rank waits in and that another member did not enter.
 
-    Contradictions come first, then the earliest. A member of which nothing is known counts as
-    neither. ``completed``: also those that no rank waits in. gloo never completes different ones as
-    the same; NCCL does not compare them.
+    Or that it entered as another kind. Contradictions come first, then the earliest. A member
+    without information counts as neither.
+
+    ``completed``: also those that no rank waits in. gloo never completes different ones as the
+    same; NCCL does not compare them.
     """
     known = {each.rank: each for each in ranks}
     found = []
@@ -360,7 +353,7 @@ def _all_blocked(
     living: Mapping[int, RankCollectives],
     mismatches: list[Mismatch],
 ) -> bool:
-    """Whether every living rank waits for an ended one, or for another that waits so itself."""
+    """Return whether every living rank waits for an ended one, or for another blocked one."""
     by_entry = {(one.group, one.sequence): one for one in mismatches}
     blocked = set(known)  # the ended ones stay in it
     while free := {
@@ -377,9 +370,8 @@ def _waits_for(
     by_entry: Mapping[tuple[Group, int], Mismatch],
 ) -> bool:
     if not rank.pending:
-        return (
-            bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
-        )  # for whom is not known: for all of them
+        # it is not known for which rank it waits: for all of them
+        return bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
     for entry in rank.pending:
         mismatch = by_entry.get((entry.group, entry.sequence))
         if mismatch and (mismatch.contradicts or set(mismatch.missing) & blocked):
@@ -390,8 +382,10 @@ def _waits_for(
 def _by_calls(
     known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives]
 ) -> str | None:
-    """Without any entry: ranks that stand in different kinds of collectives, or wait where one has
-    ended."""
+    """Describe a deadlock without any entry of the flight recorder, or return None.
+
+    The ranks are in different kinds of collectives, or wait although one has ended.
+    """
     ended = sorted(set(known) - set(living))
     calls = ", ".join(
         f"rank {rank} in {each.blocking_call}" for rank, each in sorted(living.items())

@@ -22,12 +22,11 @@ ORDERING = ("torch", "transformers")
 
 @dataclass(frozen=True)
 class Basis:
-    """What a verdict is compared with: the expectation of its releases, or those of the nearest
-    ones.
+    """Hold the expectations with which a verdict is compared.
 
-    ``releases``: of the nearest, by entry; empty for the expectation itself. ``older``: how many of
-    the entries, the
-    first ones, are not newer. ``on_cpu``: they were measured on a CPU, and the verdict elsewhere.
+    ``releases``: of the nearest ones, by entry; empty for the expectation of the releases
+    themselves. ``older``: the number of entries, the first ones, that are not newer. ``on_cpu``:
+    they were measured on a CPU, and the verdict elsewhere.
     """
 
     entries: tuple[Expectation, ...]
@@ -43,8 +42,11 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class _Neighbor:
-    """``signs``: package -> -1 where it was measured with older releases only, 1 with newer ones,
-    else 0. ``ends``: the nearest of them."""
+    """Place an expectation relative to some releases.
+
+    ``signs``: package -> -1 if it was measured with older releases only, 1 with newer ones, else 0.
+    ``ends``: the nearest of them.
+    """
 
     entry: Expectation
     signs: Mapping[str, int]
@@ -55,7 +57,7 @@ class _Neighbor:
         return {self.signs.get(name, 0) for name in ORDERING}
 
     def is_near(self, others: Iterable[_Neighbor], package: str) -> bool:
-        """Whether it is as near as one of the others, on the same side."""
+        """Return whether it is as near as one of the others, on the same side."""
         sign = self.signs.get(package, 0)
         ends = [
             other.ends[package] for other in others if sign and other.signs.get(package) == sign
@@ -75,10 +77,11 @@ class _Neighbor:
 def nearest_expectation(
     entries: Iterable[Expectation], versions: Mapping[str, str]
 ) -> Basis | None:
-    """Return the nearest of a variant's expectations; None where none was measured with comparable
-    releases."""
+    """Return the nearest of a variant's expectations; None if no releases are comparable."""
     found = [one for one in (_neighbor(entry, versions) for entry in entries) if one]
-    older, newer = (_nearest([one for one in found if sign not in one.sides]) for sign in (1, -1))
+    older, newer = (
+        _nearest_of_side([one for one in found if sign not in one.sides]) for sign in (1, -1)
+    )
     mixed = [one for one in found if one.sides >= {-1, 1}]
     ends = (*older, *newer) if older and newer else ()
     between = [one for one in mixed if ends and all(one.is_near(ends, name) for name in ORDERING)]
@@ -94,8 +97,10 @@ def nearest_expectation(
 
 
 def _neighbor(entry: Expectation, versions: Mapping[str, str]) -> _Neighbor | None:
-    """Place an expectation; None where releases that it needs are not known. A package that is not
-    installed has not taken part."""
+    """Place an expectation; None if releases that it needs are not known.
+
+    A package that is not installed has not taken part.
+    """
     signs, ends = {}, {}
     for name, bounds in entry.versions.items():
         measured = sorted(without_build(end[name]) for end in entry.measured_at if name in end)
@@ -113,7 +118,7 @@ def _neighbor(entry: Expectation, versions: Mapping[str, str]) -> _Neighbor | No
     return _Neighbor(entry, signs, ends) if signs else None
 
 
-def _nearest(found: Sequence[_Neighbor]) -> list[_Neighbor]:
+def _nearest_of_side(found: Sequence[_Neighbor]) -> list[_Neighbor]:
     """Return those of one side that no other one is nearer than."""
 
     def is_as_near(one: _Neighbor, other: _Neighbor) -> bool:

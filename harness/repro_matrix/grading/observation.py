@@ -1,7 +1,6 @@
-"""Read one attempt's observation: what each rank raised, checked and logged, and where that code is
-installed. Pure.
+"""Read an observation: what each rank raised, checked and logged, and in which code. Pure.
 
-Types are validated where an observation arrives (records/). What ranks wrote into it is not
+Types are validated where an observation arrives (records/). The content that ranks wrote is not
 trusted: ``number`` and the graders check the values.
 """
 
@@ -64,8 +63,10 @@ def module_names(file: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def is_project_code(module: str, file: str) -> bool:
-    """Whether a frame is this project's (the case's script, the kit). Such a frame never counts as
-    upstream."""
+    """Return whether a frame is this project's (the case's script, the kit).
+
+    Such a frame never counts as upstream.
+    """
     return module.partition(".")[0] in _PROJECT_MODULES or bool(
         _REPROS.search(file.replace("\\", "/"))
     )
@@ -115,8 +116,7 @@ class CodeLocation(NamedTuple):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names to match against: the origin; else the module's own name, else those that its
-        file allows."""
+        """Return the names to match: the origin, else the module's name, else those of its file."""
         if self.origin is not None:
             return (self.origin,) if self.origin and not self.is_project else ()
         if self.module not in ("", "builtins"):
@@ -125,18 +125,18 @@ class CodeLocation(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """False for generated code (``<string>``) where only the file is known; such a frame is
-        passed over.
+        """Return whether the code is known; other frames are passed over.
 
-        Where the rank looked up the origin, code that has none was generated: it is never passed
-        over.
+        Generated code (``<string>``) is not known if the rank did not look up its origin.
         """
         return self.origin is not None or bool(self.modules) or self.is_project
 
     @property
     def raises_for_caller(self) -> bool:
-        """Whether it is torch._check or one of its kind, which raises its caller's text: the caller
-        counts."""
+        """Return whether it is torch._check or similar, which raises its caller's text.
+
+        The caller counts then.
+        """
         return self.function.startswith("_check") and "torch" in self.modules
 
     def __str__(self) -> str:
@@ -147,8 +147,7 @@ class CodeLocation(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """One thread of a stack dump: its frames as printed, with line numbers, and as locations,
-    innermost first."""
+    """Hold one thread of a stack dump: its printed frames, and their locations, innermost first."""
 
     main: bool
     lines: tuple[str, ...]
@@ -197,7 +196,7 @@ class RaisedException:
 
     @property
     def innermost(self) -> CodeLocation | None:
-        """The innermost frame whose origin is known; C code leaves no frame."""
+        """Return the innermost frame whose origin is known; C code leaves no frame."""
         return next(
             (f for f in reversed(self.frames) if f.is_known and not f.raises_for_caller), None
         )
@@ -227,7 +226,7 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
     return chain
 
 
-# What NCCL's watchdog prints before it aborts the process.
+# The text of NCCL's watchdog before it aborts the process.
 _WATCHDOG = re.compile(
     r"(?:watchdog thread terminated with|raised the following async) exception: "
     r"(?P<message>(?P<of>CUDA|NCCL) error: (?:.*\n)*?.*)(?=\nException raised|$)"
@@ -236,12 +235,12 @@ _TYPES = {"CUDA": "AcceleratorError", "NCCL": "DistBackendError"}
 
 
 def exception_of(data: RankData) -> Exception_ | None:
-    """Return what a rank raised: in its main thread, or in the thread of NCCL's watchdog, which
-    aborts the process.
+    """Return what a rank raised in its main thread or in the thread of NCCL's watchdog.
 
-    Which of the two meets an error of CUDA first is chance. So is whether a limit ends the rank
-    while the watchdog, which knows that a peer has exited, still dumps its collectives. Other
-    errors of NCCL (a truncated message) follow from a mismatch in which the rank hangs.
+    The watchdog aborts the process. It is chance which of the two sees an error of CUDA first, and
+    whether a limit ends the rank while the watchdog, which knows that a peer has exited, still
+    dumps its collectives. Other errors of NCCL (a truncated message) follow from a mismatch in
+    which the rank hangs.
     """
     record = data["record"]
     if record and (record["exception"] or record["done"]):
@@ -268,11 +267,10 @@ def raised_first(record: Record) -> Exception_ | None:
 
 
 class LogEntry(NamedTuple):
-    """A warning (``name``: its category) or a log record (``name``: its logger).
+    """Hold a warning (``name``: its category) or a log record (``name``: its logger).
 
-    ``origin``: the module of the code that logged it. Anybody can use a logger's name, and a
-    warning may blame its
-    caller's line; neither counts.
+    ``origin``: the module of the code that logged it. Any code can use a logger's name, and a
+    warning may blame its caller's line; neither counts.
     """
 
     name: str
@@ -321,9 +319,8 @@ class Rank:
         # The rank monitor's last answer; of a rank that ended by itself on a GPU, its record's.
         self.collectives = data.get("collectives") or self.record.get("collectives")
         self.samples = data.get("samples")  # None: no process samples were taken
-        self.ended_at = number(
-            self.record.get("ended")
-        )  # by the rank's own clock; None: it did not get that far
+        # by the rank's own clock; None: it did not get that far
+        self.ended_at = number(self.record.get("ended"))
 
     @cached_property
     def chain(self) -> list[RaisedException]:
@@ -335,18 +332,20 @@ class Rank:
 
     @cached_property
     def threads(self) -> list[list[RaisedException]]:
-        """The exceptions that ended threads of this rank, and not the rank."""
+        """Return the exceptions that ended threads of this rank, and not the rank."""
         return list(map(raised_chain, self.record.get("threads", [])))
 
     @cached_property
     def unraisable(self) -> list[list[RaisedException]]:
-        """The exceptions of destructors and atexit handlers, which Python only reports."""
+        """Return the exceptions of destructors and atexit handlers, which Python only reports."""
         return list(map(raised_chain, self.record.get("unraisable", [])))
 
     @cached_property
     def checks(self) -> list[CheckResult]:
-        """What the rank checked, evaluated. Checks of the same name are void, except those that
-        failed."""
+        """Return the evaluated checks of the rank.
+
+        Checks of the same name are void, except those that failed.
+        """
         done_at = number(self.record.get("done_at"))
         results = [evaluate(check, done_at) for check in self.record["checks"]]
         count = Counter(one.name for one in results)
@@ -374,19 +373,19 @@ class Rank:
 
     @cached_property
     def packages(self) -> Mapping[str, str]:
-        """Where the packages that this rank could import are installed."""
+        """Return the places of the packages that this rank could import."""
         return self.record.get("packages", {})
 
     @cached_property
     def stack_frames(self) -> tuple[CodeLocation, ...]:
-        """The frames of a hung rank: innermost first, the main thread first."""
+        """Return the frames of a hung rank: innermost first, the main thread first."""
         return tuple(
             frame for thread in parse_threads(self.stack, self.packages) for frame in thread.frames
         )
 
     @cached_property
     def collective_frames(self) -> tuple[CodeLocation, ...]:
-        """The calls of the collectives that this rank waits in, from torch's flight recorder.
+        """Return the calls of the collectives in which this rank waits (torch's flight recorder).
 
         On a GPU the host has gone on from there, and is in a synchronize.
         """
@@ -396,8 +395,10 @@ class Rank:
 
 
 def _record_error(data: RankData) -> str:
-    """Why a record is not evidence: damaged, of another rank, or written by another process than
-    was started."""
+    """Return why a record is not evidence; "" if it is.
+
+    It is damaged, of another rank, or written by another process than the started one.
+    """
     record, pid = data["record"], data.get("pid")
     if data.get("validation_error"):
         return f"its record is damaged: {data['validation_error']}"
@@ -409,7 +410,7 @@ def _record_error(data: RankData) -> str:
 
 
 class Evidence:
-    """An observation, parsed once."""
+    """Parse an observation once."""
 
     def __init__(self, observation: Observation) -> None:
         attempt = observation["attempt"]
@@ -425,14 +426,14 @@ class Evidence:
         self.accelerator = self.settings.get("device", "")
         self.gpus = attempt.get("gpus", [])  # UUIDs of those that were leased to it
         self.infra_error = observation["infra_error"]
+        self.place = observation.get("place")  # the first different number, by a trace
         self.command_exit = observation.get("command_exit")  # of a user's script
         self.startup_s = attempt.get("startup_s")  # from the start until all ranks were at work
         self.leaked = [
             each for each in attempt["leaked_processes"] if not each.startswith("/dev/shm/")
         ]
-        self.printed: Mapping[str, Any] = observation.get(
-            "printed", {}
-        )  # of a user's script, from its logs
+        # of a user's script, from its logs
+        self.printed: Mapping[str, Any] = observation.get("printed", {})
         self.ranks = sorted(
             (Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank
         )

@@ -42,8 +42,7 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> list[Do
 
 
 def with_expectations(document: Document, case: Case) -> Document:
-    """Return a regraded document whose verdicts also hold how they compare with what is expected
-    now."""
+    """Return a regraded document whose verdicts are compared with today's expectations."""
     hardware = document["hardware"]
     versions, kind, facts = (
         document["stack"]["versions"],
@@ -75,8 +74,10 @@ def outcomes_of(document: Document, case: Case, cases: Mapping[str, Case]) -> Ou
 
 
 def with_outcomes(document: Document, outcomes: Outcomes) -> Document:
-    """Return the document with these outcomes instead of its own, without variants that have none
-    here."""
+    """Return the document with these outcomes instead of its own.
+
+    Variants without an outcome are omitted.
+    """
     variants: dict[str, VariantRecord] = {}
     for name, graded in outcomes.items():
         variant = document["variants"][name]
@@ -95,8 +96,10 @@ def with_outcomes(document: Document, outcomes: Outcomes) -> Document:
 def verdicts_of(
     document: CellRecord, case: Case, history: Iterable[CellRecord]
 ) -> dict[str, StoredVerdict]:
-    """Return the verdicts that follow from the document's outcomes. ``history``: the same cell on
-    other stacks."""
+    """Return the verdicts that follow from the document's outcomes.
+
+    ``history``: the same cell on other stacks.
+    """
     outcomes = {
         name: (
             [Outcome("skipped", variant["skipped"])]

@@ -1,12 +1,11 @@
-"""Find which rank failed first and why: itself, the case's script, or a lost peer; and name the
-failure. Pure.
+"""Find which rank failed first and why, and identify the failure. Pure.
 
-When one rank fails, the others' connections break: gloo, NCCL and the store raise errors of their
-own, or the launcher stops them. Such *secondary* failures never count while another rank has a
-primary one.
+The cause is the rank itself, the case's script, or a lost peer. When one rank fails, the others'
+connections break: gloo, NCCL and the store raise errors of their own, or the launcher stops the
+ranks. Such *secondary* failures never count while another rank has a primary one.
 
-A failure's id does not depend on its message, which holds sizes and paths: it is a known failure's
-signature, an exception's type and code location, or the name of a failed check.
+A failure's id does not depend on its message, which contains sizes and paths: it is a known
+failure's signature, an exception's type and code location, or the name of a failed check.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PEER_TYPES = frozenset(
         "EOFError",
     }
 )
-# ... and of these when the message says so (config/device_errors.yaml).
+# ... and errors of these types if the message matches (config/device_errors.yaml).
 _MESSAGE_TYPES = frozenset(
     {
         "RuntimeError",
@@ -45,14 +44,13 @@ _MESSAGE_TYPES = frozenset(
     }
 )
 _DEVICE_TYPES = frozenset({"RuntimeError", "AcceleratorError", "DistBackendError"})
-_STOPPED_TYPES = frozenset(
-    {"KeyboardInterrupt", "SystemExit", "SignalException"}
-)  # how a rank learns of its end
+# how a rank learns of its end
+_STOPPED_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed."""
+    """Describe how one rank failed."""
 
     rank: int
     kind: FailureKind
@@ -67,12 +65,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures of an attempt: the primary ones, and the ranks that only followed them."""
+    """Hold the failures of an attempt: the primary ones, and the ranks that only followed them."""
 
     primary: tuple[Failure, ...]  # the earliest first
-    excused: frozenset[
-        int
-    ]  # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
+    # ranks whose end is not evidence: secondary errors, stopped by the launcher or the deadline
+    excused: frozenset[int]
     ranks: frozenset[int]  # those of ``primary``
 
     @property
@@ -93,7 +90,7 @@ def find_failures(attempt: Evidence, threads: bool = False) -> Failures:
             for rank in attempt.ranks
         ]
     failed = sorted((f for _, f in by_rank if f is not None), key=lambda f: (f.ended_at, f.rank))
-    # Where no rank failed otherwise, a lost connection is the failure, not a consequence of one.
+    # If no rank failed otherwise, a lost connection is the failure, not a consequence of one.
     primary = [failure for failure in failed if not failure.secondary] or failed
     ranks = frozenset(failure.rank for failure in primary)
     excused = {
@@ -105,15 +102,17 @@ def find_failures(attempt: Evidence, threads: bool = False) -> Failures:
 
 
 def failure_of(rank: Rank) -> Failure | None:
-    """Return how this rank failed by itself; None when it finished, hung, or was stopped because of
-    another."""
+    """Return how this rank failed by itself, or None.
+
+    None if it finished, hung, or was stopped because of another rank.
+    """
     if rank.raised is not None:
         return _raised(rank, rank.raised)
     if rank.terminated_by != "self":
         return None
     ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
     name = fatal_signal(rank)
-    # A crash leaves no exception; its stack says where it was.
+    # A crash leaves no exception; its stack shows the place.
     location = next((str(frame) for frame in rank.stack_frames if frame.is_known), "")
     if rank.done:
         location = "teardown, after its done marker"
@@ -162,15 +161,17 @@ def _raised(rank: Rank, raised: RaisedException, in_thread: bool = False) -> Fai
 
 
 def is_peer_error(raised: RaisedException) -> bool:
-    """Whether an exception means that a peer was lost."""
+    """Return whether an exception means that a peer was lost."""
     if raised.names & _PEER_TYPES:
         return True
     return bool(raised.names & _MESSAGE_TYPES) and bool(peer_errors().search(raised.message))
 
 
 def asynchronous_error(raised: RaisedException) -> str:
-    """Return the name of a CUDA error that a kernel caused earlier, so that the place of its
-    exception is chance."""
+    """Return the name of a CUDA error that an earlier kernel caused, or "".
+
+    The place of its exception is chance.
+    """
     error = (
         device_error(raised.message, raised.error_code) if raised.names & _DEVICE_TYPES else None
     )
@@ -191,12 +192,11 @@ def fatal_signal(rank: Rank) -> str:
 
 
 def script_error(failures: Failures) -> str | None:
-    """Describe the error of the case's script or the kit that came before everything else; None
-    where none did.
+    """Describe the error of the case's script or the kit that came first, or return None.
 
     An exception is the script's when its innermost frame is, by origin. Python's own library and
-    generated code (``<string>``) stand for their caller. What upstream raised is never the
-    script's, whatever it was called with, nor is an error of an earlier kernel.
+    generated code (``<string>``) count as their caller. An exception that upstream raised is never
+    the script's, whatever its arguments were, nor is an error of an earlier kernel.
     """
     first = failures.first
     raised = first.raised if first and not first.secondary else None
@@ -211,8 +211,10 @@ def script_error(failures: Failures) -> str | None:
 
 
 def _script_frame(raised: RaisedException) -> CodeLocation | None:
-    """Return the frame to blame when it is the script's, or pretends to be an installed file's;
-    else None."""
+    """Return the frame to blame when it is the script's, or None.
+
+    Or when it pretends to be an installed file's.
+    """
     for frame in reversed(raised.frames):
         if frame.is_project or (not frame.origin and "-packages/" in frame.file):
             return frame
@@ -226,8 +228,10 @@ def _script_frame(raised: RaisedException) -> CodeLocation | None:
 
 
 def portable_path(file: str) -> str:
-    """Return a path that is the same on every machine: from ``repros/``, or from the packages'
-    folder."""
+    """Return a path that is the same on every machine.
+
+    It begins at ``repros/``, or below the packages' folder.
+    """
     path = file.replace("\\", "/")
     if "-packages/" in path:
         return path.rpartition("-packages/")[2]
@@ -238,8 +242,10 @@ def portable_path(file: str) -> str:
 
 
 def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
-    """Identify the failure of one attempt: none where it passed or is no evidence, several where
-    more checks failed."""
+    """Identify the failure of one attempt.
+
+    Nothing if it passed or is not evidence; several ids if several checks failed.
+    """
     if outcome.outcome not in ("reproduced", "other_failure"):
         return ()
     reproduced = outcome.outcome == "reproduced"
@@ -252,7 +258,7 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
         return (FailureId(case=known[0].case, signature=known[0].signature),)
     primary = outcome.primary
     if primary is not None:
-        # Where the main thread stood when a signal came, or an earlier kernel's error, is chance;
+        # The place of the main thread at a signal or at an earlier kernel's error is chance;
         # an exit code has no location at all.
         late = any(
             row.name == primary.type and row.kind == "asynchronous" for row in device_errors()
@@ -261,9 +267,8 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
         return (FailureId(type=primary.type, code_location=location or None),)
     if outcome.failed:
         return tuple(FailureId(check=name) for name in outcome.failed)
-    return (
-        FailureId(type="unfinished"),
-    )  # a rank left nothing behind, or was stopped without failing by itself
+    # a rank left nothing behind, or was stopped without failing by itself
+    return (FailureId(type="unfinished"),)
 
 
 def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[FailureId, ...]:

@@ -55,7 +55,7 @@ _compiled = lru_cache(maxsize=None)(re.compile)
 
 @dataclass(frozen=True)
 class Match:
-    """A signature that an observation shows: on which ranks, and the message."""
+    """Hold a signature that an observation shows: on which ranks, and the message."""
 
     signature: str
     ranks: tuple[int, ...]
@@ -65,8 +65,10 @@ class Match:
 def match_attempt(
     signature: Signature, attempt: Evidence, failures: Failures, backend: str | None = None
 ) -> Match | None:
-    """Match one signature against a parsed observation and its failures; ``backend`` defaults to
-    the observation's."""
+    """Match one signature against a parsed observation and its failures.
+
+    ``backend`` defaults to the observation's.
+    """
     messages: dict[int, str] = {}
     if (
         signature.accelerator
@@ -93,8 +95,10 @@ def match_attempt(
 def _on_all_ranks(
     signature: Signature, messages: Mapping[int, str], attempt: Evidence, failures: Failures
 ) -> bool:
-    """Whether every rank that could show it does; one that only followed another's failure does not
-    count against."""
+    """Return whether every rank that could show it does.
+
+    A rank that only followed another's failure does not count.
+    """
     excused = failures.excused
     if signature.kind == "hang":  # the ranks that the deadline stopped are the ones that hang
         excused = excused - {rank.rank for rank in attempt.ranks if rank.terminated_by == "timeout"}
@@ -168,7 +172,9 @@ def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failure
     return None
 
 
-def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+def _failed_check(
+    signature: Signature, rank: Rank, patterns: Patterns, failures: Failures
+) -> str | None:
     for check in rank.checks if rank.done else ():
         if check.name == signature.check and check.failed:
             return f"check {check.name} failed ({check.details})"
@@ -188,19 +194,21 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
         or fatal_signal(rank) != signature.signal
     ):
         return None
-    # Any bug can end in SIGSEGV; declared frames tell which one it was.
+    # Any bug can end in SIGSEGV; declared frames identify the failure.
     if not all(_has_frame(frame, rank.stack_frames) for frame in signature.frames):
         return None
     return f"died of {signature.signal}"
 
 
 # The message with which a rank shows a signature of a kind; None when it does not.
-_MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _signal}
+_MATCHERS = {"exception": _exception, "log": _log, "check": _failed_check, "signal": _signal}
 
 
 def _has_frame(wanted: FramePattern, frames: Iterable[CodeLocation]) -> bool:
-    """Whether one upstream frame has both the module and the function (each a regular expression,
-    whole match)."""
+    """Return whether one upstream frame has both the module and the function.
+
+    Both are regular expressions for the whole name.
+    """
     module, function = _compiled(wanted.module), _compiled(wanted.function)
     return any(
         function.fullmatch(frame.function) and any(module.fullmatch(name) for name in frame.modules)
@@ -214,9 +222,8 @@ def _hang(signature: Signature, attempt: Evidence, failures: Failures) -> dict[i
 
     A rank that waits for another one which failed is not a hang of its own.
     """
-    if (
-        not signature.frames and not signature.collective
-    ):  # of a user's script: it has not ended by then
+    # of a user's script: it has not ended by then
+    if not signature.frames and not signature.collective:
         late = attempt.timed_out or _work_s(attempt) > (attempt.deadline or math.inf)
         return {
             rank.rank: f"did not end within {attempt.deadline:g} s"
@@ -260,8 +267,10 @@ def _hang(signature: Signature, attempt: Evidence, failures: Failures) -> dict[i
 
 
 def _work_s(attempt: Evidence) -> float:
-    """Return how long the ranks worked by their records: one that ends while it is sampled was not
-    ended by anyone."""
+    """Return how long the ranks worked by their records.
+
+    A rank that ends while it is sampled was not ended by the launcher.
+    """
     began = (attempt.started or 0.0) + (attempt.startup_s or 0.0)
     return max(
         (rank.ended_at - began for rank in attempt.ranks if rank.ended_at is not None), default=0.0
@@ -269,13 +278,12 @@ def _work_s(attempt: Evidence) -> float:
 
 
 def completes_mismatches(attempt: Evidence) -> bool:
-    """Whether its backend may complete different collectives as the same one."""
+    """Return whether the backend may complete different collectives as the same one."""
     return "nccl" in attempt.backend
 
 
 def diverged(attempt: Evidence) -> list[Mismatch]:
-    """Return the collectives that its ranks did not enter together, as far as the flight recorder
-    shows them."""
+    """Return the collectives that the ranks did not enter together, by the flight recorder."""
     nccl = completes_mismatches(attempt)
     ranks = (
         rank_collectives(r.rank, nccl and r.terminated_by == "self", "", r.collectives)
@@ -285,10 +293,10 @@ def diverged(attempt: Evidence) -> list[Mismatch]:
 
 
 def _is_mismatch(wanted: CollectivePattern, mismatch: Mismatch, attempt: Evidence) -> bool:
-    """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives
-    entered.
+    """Return whether ranks disagree as the signature describes.
 
-    With NCCL a rank may have passed its part and ended, so that nothing shows what it was.
+    Each pattern must match a kind of the entered collectives. With NCCL a rank may have passed its
+    part and ended, so that nothing shows which it was.
     """
     matched = [
         any(_compiled(kind).fullmatch(family) for family in mismatch.kinds) for kind in wanted.kinds
@@ -305,8 +313,10 @@ def _is_mismatch(wanted: CollectivePattern, mismatch: Mismatch, attempt: Evidenc
 
 
 def near_misses(signatures: Iterable[Signature], attempt: Evidence, failures: Failures) -> str:
-    """Describe how exception signatures just missed the first exception, part by part; "" when none
-    was close."""
+    """Describe how exception signatures just missed the first exception, part by part.
+
+    "" if none was close.
+    """
     raised = next((failure.raised for failure in failures.primary if failure.raised), None)
     if raised is None:
         return ""
@@ -378,8 +388,7 @@ def unrelated_matches(signature: Signature) -> list[str]:
 
 
 def overbroad_signature(case: Case) -> str | None:
-    """Describe the first signature of a case that matches unrelated messages; None where none
-    does."""
+    """Describe the first signature of a case that matches unrelated messages, or return None."""
     for signature in case.signatures:
         found = unrelated_matches(signature)
         if found:

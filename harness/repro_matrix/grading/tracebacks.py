@@ -13,6 +13,7 @@ of a crash.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +37,8 @@ _LABEL = re.compile(
     r"|\[\d+,(?:mpirank:)?(?P<c>\d+)(?:,[\w-]+)?\]<std(?:err|out)>: ?"
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
-    r"|[\w.-]+: (?=\[(?:rank|default)\d)"  # pdsh
+    # pdsh, a pod or a number before torch's own label
+    r"|[^\s=]{1,80}[:|\])>] ?(?=\[(?:rank|default)\d+\]:)"
 )
 _LEARNED = re.compile(
     r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?"
@@ -59,7 +61,7 @@ class Line:
 
 @dataclass
 class Labels:
-    """The prefixes of a log's lines; learns those of another shape."""
+    """Split the prefixes off a log's lines; learn those of another shape."""
 
     learned: dict[str, int | None] = field(default_factory=dict)
     _format: re.Pattern[str] | None = None  # a logger's, before the header of the last traceback
@@ -92,9 +94,11 @@ class Labels:
         return prefix, self.learned[prefix], text[at:]
 
     def _without_format(self, text: str, number: int) -> str:
-        """Return a line without what a logger writes before the header of a traceback, and perhaps
-        before each of the lines that follow. What else stands before the header (a progress bar, a
-        sentence) is no line's."""
+        """Return a line without a logger's format before a traceback's header.
+
+        The logger may write it before each of the lines that follow too. Other text before the
+        header (a progress bar, a sentence) is not before those lines.
+        """
         if (at := text.find(HEADER)) > 0 and text.strip("\"': ").endswith(HEADER):
             self._format = re.compile(re.sub(r"\d+", r"\\d+", re.escape(text[:at])))
         found = (
@@ -128,8 +132,10 @@ MAX_ERRORS = 300  # distinct ones that are listed
 
 @dataclass(frozen=True)
 class Error:
-    """One error of the log; ``record`` is what a rank would have recorded
-    (docs/concepts/evidence.md)."""
+    """Hold one error of the log.
+
+    ``record`` is what a rank would have recorded (docs/concepts/evidence.md).
+    """
 
     line: int  # of its message, else of its beginning
     label: str
@@ -166,7 +172,7 @@ class Error:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What errors have in common that are listed as one."""
+        """Return what errors that are listed as one have in common."""
         where = (
             f"{self.places[-1]['file']}:{self.places[-1]['line']}"
             if self.places
@@ -201,11 +207,10 @@ _BARE = re.compile(
     r"|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
     r"(?:: (?P<message>\S.*)|:?\s*)$"
 )
-_TWICE = re.compile(
-    r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+"
-)  # of two ranks on one line
-# What stands above a traceback: where that is cut off, it is all that is left. A warning has frames
-# of C++, too.
+# of two ranks on one line
+_TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")
+# Lines above a traceback: if the log is truncated, they are the only evidence. Warnings can contain
+# C++ frames too.
 _SIGN = re.compile(
     r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame"
     r" #(?P<cpp>\d+): "
@@ -229,7 +234,7 @@ _LOGGED = re.compile(
 
 @dataclass
 class _Open:
-    """A traceback, or a crash's stack, that is being read."""
+    """Hold a traceback, or a crash's stack, that is being read."""
 
     begun: Line
     number: int  # of its last line
@@ -247,37 +252,53 @@ class _Open:
 
     @property
     def patience(self) -> int:
-        """How many lines after the last one its message may go on."""
+        """Return how many lines after the last one its message may go on."""
         return BETWEEN if self.begun.label else 1
 
     @property
-    def exception(self) -> dict[str, Any]:
+    def error(self) -> Error:
         module, _, kind = ("", "", self.type) if "(" in self.type else self.type.rpartition(".")
-        message = "\n".join(self.message).rstrip()[:MESSAGE]
-        return {
-            "type": kind,
-            "module": module,
-            "message": message,
-            "frames": self.frames,
-            "cause": None,
-        }
+        text, begun = "\n".join(self.message), self.begun
+        message = text.rstrip()[:MESSAGE]
+        found = {"type": kind, "module": module, "message": message, "frames": self.frames}
+        unlabelled = begun.rank is None and not self.signal
+        return Error(
+            begun.number,
+            begun.label,
+            begun.rank,
+            {} if self.signal else {**found, "cause": None},
+            self.signal,
+            stack="\n".join(self.message[:FRAMES]) if self.signal else "",
+            whole=bool(text) if self.signal else self.whole and bool(self.type),
+            mixed=self.mixed and not self.signal,
+            ranks=() if begun.rank is None else (begun.rank,),
+            gpus=tuple(sorted(set(_GPU.findall(message)))) if unlabelled else (),
+            last=begun.number,
+            after=self.after,
+            ignored=self.ignored,
+        )
+
+
+@dataclass
+class _Stream:
+    """Hold what the lines of one label have shown."""
+
+    mixed_until: int = 0  # the last line that may be of another traceback
+    last: int = 0  # the line of its last error
+    chained: int = 0  # the line of the error from which the next one is raised
+    ignored: int = -BETWEEN  # the line that announces that Python ignores the next traceback
 
 
 class Errors:
-    """Reads lines; after ``end``, ``found`` has the distinct errors in order, MAX_ERRORS at
-    most."""
+    """Read lines and collect their errors.
+
+    After ``end``, ``found`` has the distinct errors in order, at most MAX_ERRORS.
+    """
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str, str], Error] = {}  # by what they have in common
         self._open: dict[str, _Open] = {}  # by label
-        self._mixed_until: dict[str, int] = {}  # by label
-        self._last: dict[str, int] = {}  # label -> the line of its last error
-        self._chained: dict[
-            str, int
-        ] = {}  # label -> the line of the error that the next one is raised from
-        self._ignored: dict[
-            str, int
-        ] = {}  # label -> the line that says that the next traceback is ignored
+        self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)  # by label
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
         self.quoted = False  # what is read is a text that quotes a traceback
@@ -285,12 +306,12 @@ class Errors:
 
     @property
     def busy(self) -> bool:
-        """Whether the next line may belong to an error whatever it is."""
+        """Return whether the next line may belong to an error, whatever it contains."""
         return bool(self._open)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a traceback, or a crash's stack, has not ended yet."""
+        """Return whether a traceback, or a crash's stack, has not ended yet."""
         return any(not now.type for now in self._open.values())
 
     def read(self, line: Line) -> bool:
@@ -301,11 +322,10 @@ class Errors:
 
     def add_message(self, line: Line, kind: str, message: str) -> None:
         """Add an error of which one line is in the log, without its type."""
-        now = _Open(line, line.number, type=kind, message=[message])
-        self._add(Error(line.number, line.label, line.rank, now.exception, whole=False))
+        self._add(_Open(line, line.number, whole=False, type=kind, message=[message]).error)
 
     def _read(self, line: Line) -> None:
-        text, now = line.text, self._open.get(line.label)
+        text, now, stream = line.text, self._open.get(line.label), self._streams[line.label]
         if now and line.number - now.number > PATIENCE:
             self._finish(line.label)
             now = None
@@ -318,10 +338,10 @@ class Errors:
             now = None
         if text.strip().startswith(CHAINED):
             self._finish(line.label, closed=True)
-            self._chained[line.label] = self._last.get(line.label, 0)
+            stream.chained = stream.last
             return
         if text.startswith(("Exception ignored in", "Exception in thread")):
-            self._ignored[line.label] = line.number
+            stream.ignored = line.number
         fatal, sign = _FATAL.search(text), _SIGN.match(text)
         if sign and not (sign["cpp"] and line.number - self._warned < 100):
             self._cut = self._cut or line
@@ -341,8 +361,10 @@ class Errors:
                 found.type, found.message = bare["type"], [(bare["message"] or "").lstrip(": ")]
 
     def expire(self, number: int) -> None:
-        """List what no line after this number can belong to, so that the lines that follow need not
-        be read."""
+        """List the errors to which no line after this number can belong.
+
+        The lines that follow need not be read then.
+        """
         for label, now in list(self._open.items()):
             if number - now.number > (now.patience if now.type else PATIENCE):
                 self._finish(label)
@@ -351,22 +373,15 @@ class Errors:
         for label in list(self._open):
             self._finish(label)
         if not self.found and (line := self._cut):
-            self._add(
-                Error(
-                    line.number,
-                    line.label,
-                    line.rank,
-                    _Open(line, line.number).exception,
-                    whole=False,
-                )
-            )
+            self._add(_Open(line, line.number, whole=False).error)
 
     def _begin(self, line: Line, whole: bool = True) -> _Open:
         self._finish(line.label)
-        mixed = line.number <= self._mixed_until.get(line.label, 0)
-        after = self._chained.pop(line.label, 0)
-        self._open[line.label] = _Open(line, line.number, whole=whole, mixed=mixed, after=after)
-        return self._open[line.label]
+        stream = self._streams[line.label]
+        mixed = line.number <= stream.mixed_until
+        now = _Open(line, line.number, whole=whole, mixed=mixed, after=stream.chained)
+        self._open[line.label], stream.chained = now, 0
+        return now
 
     def _header(self, line: Line, now: _Open | None) -> None:
         if re.search(r"\w", line.text.rpartition(HEADER)[2]):  # a text that quotes a traceback
@@ -374,12 +389,11 @@ class Errors:
                 line if f"{HEADER}:" in line.text and not self.quoted else None
             )
             return
+        stream = self._streams[line.label]
         if now and not now.type:
-            self._mixed_until[line.label] = line.number + MIXED
+            stream.mixed_until = line.number + MIXED
             now.mixed = True
-        self._begin(line).ignored = (
-            self.quoted or line.number - self._ignored.get(line.label, -BETWEEN) <= 2
-        )
+        self._begin(line).ignored = self.quoted or line.number - stream.ignored <= 2
 
     def _frame_in(self, line: Line) -> re.Match[str] | None:
         text = line.text
@@ -440,7 +454,7 @@ class Errors:
         if not now.frames and (not error["message"] or not _NAMED.search(kind)):
             return False
         if not _NAMED.search(kind):
-            # "Epoch: 3" ends no traceback, unless it stands where one ends.
+            # "Epoch: 3" does not end a traceback, unless it is at the place of an error.
             near = line.number - now.number <= 2 and not now.wants_code
             if not near or not kind.rpartition(".")[2][:1].isupper() or _LOGGED.match(line.text):
                 return False
@@ -459,58 +473,46 @@ class Errors:
         if now is None or (closed and not now.type):
             return
         del self._open[label]
-        begun = now.begun
-        if now.signal:
-            stack = "\n".join(now.message[:FRAMES])
-            self._add(
-                Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack))
-            )
-        elif now.type or now.frames:
-            found = Error(
-                begun.number, label, begun.rank, now.exception, whole=now.whole and bool(now.type)
-            )
-            self._add(replace(found, mixed=now.mixed, after=now.after, ignored=now.ignored))
-        elif f"{HEADER}:" in begun.text:  # a mention has no colon
-            self._cut = self._cut or begun
+        if now.signal or now.type or now.frames:
+            self._add(now.error)
+        elif f"{HEADER}:" in now.begun.text:  # a mention has no colon
+            self._cut = self._cut or now.begun
 
     def _add(self, error: Error) -> None:
+        """List an error, or count it with an equal one."""
         key = error.key
-        if key not in self.found:  # the message and the frames of one error may stand apart
-            same = (
-                (each, old)
-                for each, old in self.found.items()
-                if error.type and each[:2] == key[:2]
-            )
-            key = next(
-                (each for each, old in same if old.key == key or not (old.places and error.places)),
-                key,
-            )
-        old = self.found.get(key)
-        ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
-        gpus = {
-            *(old.gpus if old else ()),
-            *(_GPU.findall(error.message) if error.rank is None else ()),
-        }
-        if old is None and len(self.found) >= MAX_ERRORS:
+        if key not in self.found and error.type:  # the message and the frames may be apart
+            for each, other in self.found.items():
+                unplaced = not (other.places and error.places)
+                if each[:2] == key[:2] and (other.key == key or unplaced):
+                    key = each
+                    break
+        if (old := self.found.get(key)) is None:
+            if len(self.found) < MAX_ERRORS:
+                self.found[key] = error
+                self._streams[error.label].last = error.line
             return
-        message = max(error.message, old.message, key=len) if old and key != error.key else ""
-        last, ignored = error.line, error.ignored and (old is None or old.ignored)
-        # Of equal errors the one that is whole stands for all, at the place of the first.
-        if old and error.completeness > old.completeness:
-            error = replace(error, line=old.line, label=old.label, rank=old.rank)
-        elif old:
-            error = old
-        count = old.count + 1 if old else 1
-        if message:
-            error = replace(error, record={**error.record, "message": message})
-        error = replace(error, count=count, ranks=tuple(sorted(ranks)), gpus=tuple(sorted(gpus)))
-        self.found[key] = replace(error, last=last, ignored=ignored)
-        self._last[error.label] = error.line
+        # The most complete one of equal errors represents all, at the place of the first.
+        best = old
+        if error.completeness > old.completeness:
+            best = replace(error, line=old.line, label=old.label, rank=old.rank)
+        record = best.record
+        if key != error.key and (message := max(error.message, old.message, key=len)):
+            record = {**record, "message": message}
+        self.found[key] = replace(
+            best,
+            record=record,
+            count=old.count + 1,
+            ranks=tuple(sorted({*old.ranks, *error.ranks})),
+            gpus=tuple(sorted({*old.gpus, *error.gpus})),
+            last=error.line,
+            ignored=error.ignored and old.ignored,
+        )
+        self._streams[best.label].last = best.line
 
 
 def _continues(now: _Open, line: Line) -> bool:
-    """Return whether a line belongs to the message of a traceback that has ended; it is added
-    then."""
+    """Add a line to the message of a traceback that has ended, if it belongs to it."""
     text = line.text
     indented = text[:1] in (" ", "\t") and bool(text.strip())
     plain = (

@@ -50,8 +50,10 @@ DATED = frozenset({*UPSTREAM, "trl"})
 
 @dataclass(frozen=True)
 class OlderReproduction:
-    """The older stack on which the unfixed variant reproduced; and one where it did, but the
-    measurement is not comparable."""
+    """Hold the older stack on which the unfixed variant reproduced.
+
+    ``not_comparable``: one on which it did, but whose measurement is not comparable.
+    """
 
     stack: str | None = None
     not_comparable: str | None = None
@@ -81,15 +83,14 @@ def judge(
     facts: Mapping[str, Any] | None = None,
     changed: Sequence[str] = (),
 ) -> dict[str, Verdict]:
-    """Return one verdict per fix variant of a failure, or of a control's one variant; variants
-    without ``outcomes`` have none.
+    """Return one verdict per fix variant of a failure, or of a control's one variant.
 
-    ``history`` are stored documents of the same cell on other stacks. With ``versions`` (this
-    stack's) only those of an
-    older stack count; with ``settings`` (of the unfixed variant) only those with comparable
-    settings, on a machine with the same capabilities (``facts``) where the unfixed variant depends
-    on them. ``changed``: files of this stack that are not as their packages installed them; such a
-    stack says nothing about a release.
+    Variants without ``outcomes`` have none. ``history`` are stored documents of the same cell on
+    other stacks. With ``versions`` (this stack's) only those of an older stack count; with
+    ``settings`` (of the unfixed variant) only those with comparable settings, on a machine with the
+    same capabilities (``facts``) if the unfixed variant depends on them. ``changed``: files of this
+    stack that are not as their packages installed them; such a stack is not evidence about a
+    release.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
@@ -109,7 +110,7 @@ def judge(
         or "reproduced" in {outcome.outcome for outcome in unfixed}
     ):
         return verdicts
-    return {variant: _never_reproduced(verdict, unfixed) for variant, verdict in verdicts.items()}
+    return {variant: _unproven(verdict, unfixed) for variant, verdict in verdicts.items()}
 
 
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -118,8 +119,10 @@ def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def count_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return ``reproduced 3/3``, ``reproduced 2/3, passed 1/3`` or, without evidence, ``skipped:
-    needs 2 GPUs``."""
+    """Return ``reproduced 3/3`` or ``reproduced 2/3, passed 1/3``.
+
+    Without evidence ``skipped: needs 2 GPUs``.
+    """
     counted = evidence(outcomes)
     if not counted:
         return _why_no_evidence(outcomes)
@@ -128,9 +131,11 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def _never_reproduced(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
-    """Of a case that was never seen to reproduce, and does not here: its script or signature may be
-    what is wrong."""
+def _unproven(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
+    """Return the verdict of a case that never reproduced, and does not here.
+
+    Its script or signature may be wrong.
+    """
     if not verdict.measured or verdict.name in ("INCONCLUSIVE", "FLAKY"):
         return verdict
     counted = evidence(unfixed)
@@ -151,7 +156,7 @@ def judge_pair(
 ) -> Verdict:
     """Grade a variant against the unfixed one, or any other one in its place."""
     unfixed, fix = evidence(all_unfixed), evidence(all_fix)
-    base = _counts(unfixed, fix)
+    base = _figures(unfixed, fix)
     lost = len(all_unfixed) - len(unfixed) + len(all_fix) - len(fix)
     note = f" ({counted(lost, 'attempt')} not counted)" if lost and unfixed and fix else ""
     for name, outcomes in (("unfixed", unfixed), ("the fix", fix)):
@@ -161,60 +166,61 @@ def judge_pair(
                 " asynchronous CUDA error"
             )
 
-    def verdict(name: VerdictName, reason: str, failing: Sequence[Outcome] = ()) -> Verdict:
-        ids = all_failure_ids(case, failing) if name in FAILING else ()
-        return replace(
-            base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids
-        )
-
     if not unfixed:
         return _not_measured(base, f"unfixed: {_why_no_evidence(all_unfixed)}", all_unfixed)
     if not fix:
-        return _not_measured(
-            base, f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix
-        )
-    kinds, fix_kinds = {o.outcome for o in unfixed}, {o.outcome for o in fix}
-    both = f"unfixed {count_outcomes(unfixed)}; fix {count_outcomes(fix)}"
-    if len(kinds) > 1 or len(fix_kinds) > 1:
-        return verdict("FLAKY", both, fix)
-    before, after = kinds.pop(), fix_kinds.pop()
-    if before == "hang":
-        return verdict(
-            "INCONCLUSIVE", f"unfixed hangs, which is not its signature: {unfixed[0].reason}"
-        )
-    if before == "other_failure":
-        return verdict(
-            "SIGNATURE_MISMATCH",
-            f"unfixed fails, but not with its signature: {unfixed[0].reason}",
-            unfixed,
-        )
-    if after == "hang":
-        return verdict(
-            "INCONCLUSIVE", f"unfixed {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}"
-        )
-    if before == "passed":
-        if after != "passed":
-            return verdict("FIX_BREAKS", f"unfixed passes, the fix fails: {fix[0].reason}", fix)
-        if older.stack:
-            return verdict("FIXED_UPSTREAM", f"{both}; it reproduced in {older.stack}")
-        note_older = f"; not compared with {older.not_comparable}" if older.not_comparable else ""
-        return verdict("NOT_REPRODUCED", both + note_older)
-    if after == "passed":
-        return verdict("FIXED", both)
-    if after == "reproduced":
-        shares = (
-            f"fails {len(unfixed)}/{len(unfixed)} without the fix, {len(fix)}/{len(fix)} with it"
-        )
-        return verdict("NOT_FIXED", f"{shares}: {fix[0].reason}", fix)
-    reason = (
-        f"unfixed {count_outcomes(unfixed)}; the fix shows a different failure: {fix[0].reason}"
+        reason = f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}"
+        return _not_measured(base, reason, all_fix)
+    name, reason, failing = _decide(unfixed, fix, older)
+    return replace(
+        base,
+        name=name,
+        reason=reason + note,
+        named_case=_named_case(case, failing),
+        failure_ids=all_failure_ids(case, failing) if name in FAILING else (),
     )
-    return verdict("DIFFERENT_FAILURE", reason, fix)
+
+
+def _decide(
+    unfixed: Sequence[Outcome], fix: Sequence[Outcome], older: OlderReproduction
+) -> tuple[VerdictName, str, Sequence[Outcome]]:
+    """Return the verdict by the table above, its reason, and the outcomes of what failed."""
+    before, after = ({each.outcome for each in outcomes} for outcomes in (unfixed, fix))
+    alone, why_unfixed, why_fix = count_outcomes(unfixed), unfixed[0].reason, fix[0].reason
+    both = f"unfixed {alone}; fix {count_outcomes(fix)}"
+    if len(before) > 1 or len(after) > 1:
+        return "FLAKY", both, fix
+    match before.pop(), after.pop():
+        case "hang", _:
+            return "INCONCLUSIVE", f"unfixed hangs, which is not its signature: {why_unfixed}", ()
+        case "other_failure", _:
+            reason = f"unfixed fails, but not with its signature: {why_unfixed}"
+            return "SIGNATURE_MISMATCH", reason, unfixed
+        case _, "hang":
+            return "INCONCLUSIVE", f"unfixed {alone}; the fix hangs: {why_fix}", ()
+        case "passed", "passed" if older.stack:
+            return "FIXED_UPSTREAM", f"{both}; it reproduced in {older.stack}", ()
+        case "passed", "passed":
+            note = f"; not compared with {older.not_comparable}" if older.not_comparable else ""
+            return "NOT_REPRODUCED", both + note, ()
+        case "passed", _:
+            return "FIX_BREAKS", f"unfixed passes, the fix fails: {why_fix}", fix
+        case _, "passed":
+            return "FIXED", both, ()
+        case _, "reproduced":
+            count, fixes = len(unfixed), len(fix)
+            shares = f"fails {count}/{count} without the fix, {fixes}/{fixes} with it"
+            return "NOT_FIXED", f"{shares}: {why_fix}", fix
+    return (
+        "DIFFERENT_FAILURE",
+        f"unfixed {alone}; the fix shows a different failure: {why_fix}",
+        fix,
+    )
 
 
 def _control(outcomes: Sequence[Outcome]) -> Verdict:
     counted = evidence(outcomes)
-    base = _counts([], counted)
+    base = _figures([], counted)
     kinds = {outcome.outcome for outcome in counted}
     if not counted:
         return _not_measured(base, _why_no_evidence(outcomes), outcomes)
@@ -226,11 +232,11 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
         return replace(base, reason=f"it hangs: {counted[0].reason}")
     reason, ids = f"{count_outcomes(counted)}: {counted[0].reason}", all_failure_ids("", counted)
     return replace(
-        base, name="FAILED", reason=reason, named_case=_named("", counted), failure_ids=ids
+        base, name="FAILED", reason=reason, named_case=_named_case("", counted), failure_ids=ids
     )
 
 
-def _counts(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
+def _figures(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
     """Return the figures of a verdict that has no name yet."""
     reproduced = sum(outcome.outcome == "reproduced" for outcome in unfixed)
     passed = sum(outcome.outcome == "passed" for outcome in fix)
@@ -246,9 +252,8 @@ def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Ve
     return replace(base, reason=reason, measured=False, infra_error=infra_error)
 
 
-def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
-    """Return the other known failure that occurred most often; of equally many the first by
-    name."""
+def _named_case(case: str, outcomes: Iterable[Outcome]) -> str | None:
+    """Return the most frequent other known failure; of equally many the first by name."""
     failed = (
         outcome.others(case)[:1] for outcome in outcomes if outcome.outcome == "other_failure"
     )
@@ -293,7 +298,7 @@ def _older_reproduction(
 
 
 def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
-    """Whether some upstream package is older, and none newer, of those that both have."""
+    """Return whether some common upstream package is older, and none newer."""
     older = False
     for name in versions.keys() & than.keys() & DATED:
         try:

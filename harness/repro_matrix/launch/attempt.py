@@ -1,5 +1,6 @@
-"""One attempt: what is launched, with which files, environment, time limits and command. Every
-launcher uses it.
+"""Describe one attempt: its files, environment, time limits and command.
+
+Every launcher uses it.
 
 The files of an attempt (all under ``Attempt.directory``):
 
@@ -17,6 +18,7 @@ The files of an attempt (all under ``Attempt.directory``):
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -45,13 +47,11 @@ PARENT_TOKEN = (  # pid that a worker must have as its parent: it ends if that o
     "REPRO_PARENT"
 )
 
-QUIET_IMPORTS = {
-    "JE_ARROW_MALLOC_CONF": "background_thread:false"
-}  # else importing pyarrow starts a thread
+# else importing pyarrow starts a thread
+QUIET_IMPORTS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
-_MAX_TMP = (
-    60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
-)
+# a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
+_MAX_TMP = 60
 MAX_LOG = 64 << 20  # bytes; a rank that prints without limit must not fill the disk
 KEPT_TAIL = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
@@ -77,30 +77,24 @@ class Attempt:
     python: str  # interpreter of the stack
     world_size: int
     deadline_s: float  # for its work: from when every rank is past init_process_group
-    env: dict[str, str] = field(
-        default_factory=dict
-    )  # of the stack, the case, the run's setting and the variant
+    # of the stack, the case, the run's setting and the variant
+    env: dict[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
     visible: tuple[str, ...] = ()  # how CUDA_VISIBLE_DEVICES names them (Gpu.visible)
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
     cold_start_reason: str | None = None  # why this attempt must start with torchrun
-    stack_cache: Path | None = (
-        None  # caches that belong to the stack: compiled extensions, HF_HOME, remote code
-    )
+    # caches that belong to the stack: compiled extensions, HF_HOME, remote code
+    stack_cache: Path | None = None
     kit: Path | None = None  # the kit's folder, when that is not beside the script
-    files: Mapping[str, Path] = field(
-        default_factory=dict
-    )  # of its case, model, strategy, where they are not shipped
-    command: AdhocCase | None = (
-        None  # a user's own command line (launch/torchrun.py), instead of the script
-    )
-    trace: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables of its trace (worker/tracer); empty: none
-    references: Path | None = (
-        None  # where attempts of this run share their references (repro_kit/reference.py)
-    )
+    # of its case, model, strategy, where they are not shipped
+    files: Mapping[str, Path] = field(default_factory=dict)
+    # a user's own command line (launch/torchrun.py), instead of the script
+    command: AdhocCase | None = None
+    # variables of its trace (worker/tracer); empty: none
+    trace: Mapping[str, str] = field(default_factory=dict)
+    # where attempts of this run share their references (repro_kit/reference.py)
+    references: Path | None = None
 
     @property
     def records(self) -> Path:
@@ -132,38 +126,33 @@ class Attempt:
 
     @property
     def backend(self) -> str:
-        requested = str(self.settings.get("backend", "auto"))
-        return requested if requested != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+        return str(self.settings["backend"])
 
     @property
     def device(self) -> str:
-        requested = str(self.settings.get("device", "auto"))
-        return requested if requested != "auto" else ("cuda" if self.gpus else "cpu")
+        return str(self.settings["device"])
 
     def full_settings(self) -> Json:
         """Return the settings that the ranks read: the case's, and those that the launch adds."""
-        shared = (
-            {"references": {"folder": str(self.references), "attempt": self.id}}
-            if self.references
-            else {}
-        )
+        shared: Json = {}
+        if self.references:
+            shared["references"] = {"folder": str(self.references), "attempt": self.id}
         return {
             **self.settings,
             **shared,
             "record_dir": str(self.records),
             "work_dir": str(self.work),
             "world_size": self.world_size,
-            "device": self.device,
-            "backend": self.backend,
-            "limit_s": (
-                self.start_limit + self.work_limit
-            ),  # when it ends, whatever happens; NCCL's own limits are longer
+            # when it ends, whatever happens; NCCL's own limits are longer
+            "limit_s": self.start_limit + self.work_limit,
         }
 
     @property
     def start_limit(self) -> float:
-        """Seconds until every rank must be past ``init_process_group``, or have ended; beyond it
-        the machine was too slow to tell anything about the case."""
+        """Seconds until every rank must be past ``init_process_group``, or have ended.
+
+        Beyond it the machine was too slow to show anything about the case.
+        """
         start, per_rank, _, _ = LIMITS[self.device]
         return start + per_rank * self.world_size
 
@@ -174,8 +163,10 @@ class Attempt:
         return self.deadline_s + bring_up + per_rank * self.world_size
 
     def spec(self, port: int = 0) -> Json:
-        """Return the input of a worker inside the stack. ``env`` has only the attempt's private
-        variables."""
+        """Return the input of a worker inside the stack.
+
+        ``env`` has only the attempt's private variables.
+        """
         return {
             "script": str(self.script),
             "settings": str(self.directory / "settings.json"),
@@ -193,15 +184,19 @@ class Launcher(Protocol):
     name: str
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once. Nothing of it
-        outlives this call."""
+        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once.
+
+        Nothing of it outlives this call.
+        """
 
     def close(self) -> None: ...
 
 
 def tmp_of(directory: Path) -> Path:
-    """Return TMPDIR of the attempt in ``directory``: inside it, unless its path is too long for a
-    socket."""
+    """Return TMPDIR of the attempt in ``directory``.
+
+    It is inside it, unless its path is too long for a socket.
+    """
     inside = directory / "tmp"
     if len(str(inside)) <= _MAX_TMP:
         return inside
@@ -226,8 +221,7 @@ def visible_devices(attempt: Attempt) -> dict[str, str]:
 
 
 def stack_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables that all attempts of a stack have in common: a fork server's
-    environment."""
+    """Return the variables that all attempts of a stack share: a fork server's environment."""
     hub = attempt.settings.get("model", {}).get("weights") == "hub"
     env = inherited(hub) | {
         "PYTHONUNBUFFERED": "1",
@@ -260,8 +254,9 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
 
 
 def private_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables of this attempt alone: temporary files, caches, and the token that marks
-    its processes.
+    """Return the variables of this attempt alone.
+
+    Temporary files, caches, and the token that marks its processes.
 
     None of them is read when a package is imported.
     """
@@ -313,8 +308,10 @@ def describe_exit(code: int | None) -> str:
 
 
 def cut(path: Path, limit: int = MAX_LOG) -> None:
-    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at
-    its new end."""
+    """Cut a log that has grown too long down to its tail.
+
+    The ranks append, so they continue at its new end.
+    """
     try:
         if path.stat().st_size > limit:
             with open(path, "rb") as log:
@@ -338,51 +335,34 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 
 def torchrun_line(attempt: Attempt) -> str:
-    """Return the exact command, to be run from the root of the checkout or of the user's own
-    repository."""
+    """Return the exact command, for the root of the checkout or of the user's repository."""
     if attempt.command is not None:
         return attempt.command.title
-    settings, script = attempt.settings, attempt.script
+    settings, model, script = attempt.settings, attempt.settings["model"], attempt.script
     env = dict(attempt.env)
     if attempt.kit is not None:
         env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
-    prefix = (
-        ["env", *(_assignment(name, value) for name, value in sorted(env.items()))] if env else []
-    )
+    prefix = ["env", *itertools.starmap(_assignment, sorted(env.items()))] if env else []
     same = os.path.abspath(attempt.python) == os.path.abspath(sys.executable)
     words = ["torchrun"] if same else [attempt.python, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
-    names = {
-        "case": settings["case"],
-        "model": settings["model"]["slug"],
-        "strategy": settings["strategy"]["slug"],
-        **{group: _from_root(file) for group, file in attempt.files.items()},
+    files = {group: _from_root(file) for group, file in attempt.files.items()}
+    shared = script.stem != settings["case"].replace("-", "_")  # by several cases
+    options = {
+        "case": files.get("case", settings["case"] if shared else None),
+        "variant": settings["variant"],
+        "model": files.get("model", model["slug"]),
+        "strategy": files.get("strategy", settings["strategy"]["slug"]),
+        "scale": "full" if model.get("scale") == "full" else None,
+        "weights": "hub" if model.get("weights") == "hub" else None,
+        "device": attempt.device,
+        "steps": settings["steps"],
+        "seed": settings["seed"],
     }
-    if "case" in attempt.files or script.stem != settings["case"].replace(
-        "-", "_"
-    ):  # several cases share the script
-        words += ["--case", names["case"]]
-    words += [
-        "--variant",
-        settings["variant"],
-        "--model",
-        names["model"],
-        "--strategy",
-        names["strategy"],
-    ]
-    for name, default in (("scale", "tiny"), ("weights", "random")):
-        value = settings["model"].get(name, default)
-        words += [f"--{name}", value] if value != default else []
-    words += [
-        "--device",
-        attempt.device,
-        "--steps",
-        str(settings["steps"]),
-        "--seed",
-        str(settings["seed"]),
-    ]
     if attempt.device == "cuda" and settings["devices"] < attempt.world_size:  # they share a GPU
-        words += ["--backend", attempt.backend, "--devices", str(settings["devices"])]
+        options |= {"backend": attempt.backend, "devices": settings["devices"]}
+    for name, value in options.items():
+        words += [f"--{name}", str(value)] if value is not None else []
     for name, value in settings["flags"].items():
         # The script reads the value as YAML: write a plain string as it is, anything else as JSON.
         plain = isinstance(value, str) and yaml.safe_load(value) == value
@@ -391,8 +371,10 @@ def torchrun_line(attempt: Attempt) -> str:
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return a variable for the shell. Of PATH only the stack's own folder is written out: the
-    reader's own follow."""
+    """Return a variable for the shell.
+
+    Of PATH only the stack's own folder is written; ``$PATH`` follows.
+    """
     first, _, rest = value.partition(os.pathsep)
     if name == "PATH" and rest and rest == os.environ.get("PATH"):
         return f'PATH={shlex.quote(first)}{os.pathsep}"$PATH"'

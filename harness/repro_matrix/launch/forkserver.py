@@ -1,4 +1,4 @@
-"""The fast launcher: ranks forked from a server that has already imported the stack's packages.
+"""Fork ranks from a server that has already imported the stack's packages: the fast launcher.
 
 It makes the same attempts, with the same environment and observation, as the reference launcher
 (launch/torchrun.py), to which it hands what cannot be forked. There is one server per stack,
@@ -53,7 +53,7 @@ END_S = 15.0
 MAX_IDLE = 10
 IDLE_FREE = 4 << 30  # bytes of memory that must be free for that: each holds a few hundred MB
 
-# What differs between attempts of a user's script, and is not read when a package is imported.
+# Variables that differ between attempts of a user's script and that no import of a package reads.
 OF_SCRIPT = (
     "TMPDIR",
     "REPRO_ATTEMPT",
@@ -79,9 +79,8 @@ class ForkserverLauncher:
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, try it once more."""
         reason = attempt.cold_start_reason
-        if (
-            reason is None and not stop.is_set()
-        ):  # stopped already: the other launcher starts nothing either
+        # stopped already: the other launcher starts nothing either
+        if reason is None and not stop.is_set():
             try:
                 return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
             except ServerRefused as refused:
@@ -146,9 +145,8 @@ class ForkserverLauncher:
                 raise refused
         with self._lock:
             server = self._servers.pop(key, None)
-            if server is None or (
-                server.process and server.process.poll() is None
-            ):  # it can take another attempt
+            # it can take another attempt
+            if server is None or (server.process and server.process.poll() is None):
                 if server is not None:
                     server.users += 1
                     self._servers[key] = server
@@ -161,9 +159,8 @@ class ForkserverLauncher:
     def _release(self, key: Key, server: Server) -> None:
         with self._lock:
             server.users -= 1
-            closed = (
-                [server] if server.users == 0 and self._servers.get(key) is not server else []
-            )  # it was replaced
+            # it was replaced
+            closed = [server] if server.users == 0 and self._servers.get(key) is not server else []
             most = MAX_IDLE if psutil.virtual_memory().available > IDLE_FREE else 1
             idle = [name for name, other in self._servers.items() if other.users == 0]
             closed += [self._servers.pop(name) for name in idle[: max(0, len(idle) - most)]]
@@ -173,9 +170,8 @@ class ForkserverLauncher:
 
 def server_environment(attempt: Attempt) -> dict[str, str]:
     """Return the environment of the server that the attempt needs."""
-    own = (
-        {"CUDA_VISIBLE_DEVICES"} if attempt.device == "cuda" else set()
-    )  # the server sees all devices, a rank its lease
+    # the server sees all devices, a rank its lease
+    own = {"CUDA_VISIBLE_DEVICES"} if attempt.device == "cuda" else set()
     if attempt.command is not None:
         env = QUIET_IMPORTS | user_environment(attempt, attempt.command)
         if attempt.world_size > 1:  # as torchrun does
@@ -200,8 +196,10 @@ def spec_of(attempt: Attempt) -> Json:
 
 
 class ServerRefused(Exception):
-    """The server did not start. ``kind``: import, thread, process, cuda, launch, died or
-    stopped."""
+    """The server did not start.
+
+    ``kind``: import, thread, process, cuda, launch, died or stopped.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -286,8 +284,7 @@ class Server:
 
     @contextmanager
     def fork(self, spec_file: Path) -> Iterator[ServerProcess | Json]:
-        """Start an attempt; yield its supervisor, or the reason ({"kind", "message"}) why there is
-        none."""
+        """Start an attempt; yield its supervisor, or why there is none ({"kind", "message"})."""
         life, theirs = os.pipe()
         try:
             try:

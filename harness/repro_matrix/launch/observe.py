@@ -1,5 +1,4 @@
-"""Build the observation of an attempt from the files it left: launch.json, the ranks' records and
-their logs.
+"""Build the observation of an attempt from its files: launch.json, records and logs.
 
 This module decides one question only: is the attempt evidence about the case at all, or did the
 machine (disk, memory, ports, a device), the launcher or an import get in the way (``infra_error``)?
@@ -46,9 +45,8 @@ DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
 EITHER: DeviceError = "gpu_or_program"
 TAIL_LINES, TAIL_BYTES = 60, 8192
 
-_CONTROL = re.compile(
-    r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]"
-)  # characters that break a terminal or an XML report
+# characters that break a terminal or an XML report
+_CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")
 _DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(
@@ -65,7 +63,7 @@ _CUDA_TYPES = {
     "OutOfMemoryError",
     "AssertionError",
 }
-# Where torch initialises a device: nothing of the case has run on it yet.
+# Functions in which torch initialises a device: nothing of the case has run on it yet.
 _INITIALISING = {("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.cuda", "init")}
 
 
@@ -82,10 +80,10 @@ def observation(
     """
     launch = read_launch(attempt.launch_file)
     result = _observed(attempt, launcher, command, watched, launch)
-    result["infra_error"] = _infra_error(launch, result, watched, attempt, worker_exit)
+    result["infra_error"] = _find_problem(launch, result, watched, attempt, worker_exit)
     if result["infra_error"] is None:
         slow = timeout_without_hang(Observed(cast(Observation, result)))
-        result["infra_error"] = None if slow is None else _problem(*slow)
+        result["infra_error"] = None if slow is None else _infra_problem(*slow)
     return result
 
 
@@ -115,9 +113,8 @@ def _observed(
         "started": watched.started,
         "ended": watched.ended,
         "wall_s": round(watched.ended - watched.started, 3),
-        "cpu_s": max(
-            watched.cpu_s, launch.get("cpu_s", 0.0)
-        ),  # the worker's own figure includes ended processes
+        # the worker's own figure includes ended processes
+        "cpu_s": max(watched.cpu_s, launch.get("cpu_s", 0.0)),
         "deadline_s": attempt.deadline_s,
         "timed_out": watched.timed_out,
         "startup_s": watched.startup_s,
@@ -141,9 +138,8 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     record, invalid = read_record(attempt.records / f"rank-{rank}.json")
     samples = watched.samples.get(rank, [])
     stack = samples[-1].backtrace if samples else watched.stacks.get(rank)
-    crash = tail(
-        attempt.records / f"stacks-{rank}.txt", lines=200
-    )  # by faulthandler, when a signal ended the rank
+    # by faulthandler, when a signal ended the rank
+    crash = tail(attempt.records / f"stacks-{rank}.txt", lines=200)
     result = {
         "rank": rank,
         "pid": entry.get("pid"),
@@ -163,30 +159,32 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     return result
 
 
-def _problem(kind: str, message: str) -> Json:
+def _infra_problem(kind: str, message: str) -> Json:
     return {"kind": kind, "message": message}
 
 
-def _infra_error(
+def _find_problem(
     launch: Json, result: Json, watched: Watched, attempt: Attempt, worker_exit: int | None
 ) -> Json | None:
-    """Return what got in the way, if anything did: the launch first, then the ranks. What got in a
-    rank's way does not count after another rank's failure, from which it may follow, unless it is a
-    failed GPU."""
+    """Return what prevented the attempt from being evidence, if anything did.
+
+    The launch comes first, then the ranks. A rank's problem does not count after another rank's
+    failure, from which it may follow, unless it is a failed GPU.
+    """
     if watched.interrupted:
         return None
     error = launch.get("error")
     if error:
-        return _problem(str(error.get("kind", "launch")), str(error.get("message", "")))
+        return _infra_problem(str(error.get("kind", "launch")), str(error.get("message", "")))
     log = tail(attempt.logs / "launcher.log", lines=15)
     worker = f"the launcher's worker {describe_exit(worker_exit)}"
     if not launch["ranks"]:
         limit = f"no rank was up at the deadline ({watched.limit_s or attempt.deadline_s:g} s)"
-        return _problem(
+        return _infra_problem(
             "launch", f"{limit if watched.timed_out else f'no rank was started; {worker}'}\n{log}"
         )
     if not launch.get("finished") and not watched.timed_out:
-        return _problem("launcher_died", f"{worker} before its ranks did\n{log}")
+        return _infra_problem("launcher_died", f"{worker} before its ranks did\n{log}")
     problems = [
         (rank["rank"], problem)
         for rank in result["ranks"]
@@ -202,7 +200,7 @@ def _infra_error(
         problems = [each for each in problems if each[0] not in late or each[1][0] == "gpu_failure"]
     # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
     number, problem = min(problems, key=lambda each: each[1][0] != "gpu_failure", default=(0, None))
-    return None if problem is None else _problem(problem[0], f"rank {number}: {problem[1]}")
+    return None if problem is None else _infra_problem(problem[0], f"rank {number}: {problem[1]}")
 
 
 def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
@@ -226,8 +224,10 @@ def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
 
 
 def _of_log(text: str) -> tuple[str, str] | None:
-    """Classify a rank that ended before its first record: the script or the kit could not be
-    imported."""
+    """Classify a rank that ended before its first record.
+
+    The script or the kit could not be imported.
+    """
     if _DISK.search(text):
         return "disk", "no space left on the device"
     frames = list(_FRAME.finditer(text))
@@ -259,8 +259,10 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
 
 
 def classify_device_error(error: Mapping[str, Any], phase: str) -> DeviceError | None:
-    """Return the kind of device failure that this exception of a rank on a GPU (as in record.py)
-    is, or None."""
+    """Return the kind of device failure of a rank's exception on a GPU, or None.
+
+    The exception is as in record.py.
+    """
     message, kind = str(error.get("message") or ""), str(error.get("type") or "")
     known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
     shown = known.kind if known else "program"
@@ -293,10 +295,11 @@ def tail(path: Path, lines: int = TAIL_LINES, size: int = TAIL_BYTES) -> str:
 
 
 def read_record(path: Path) -> tuple[Record | None, str]:
-    """Return a rank's record, and the validation error of one that is invalid: graders rely on its
-    type.
+    """Return a rank's record, and the validation error of an invalid one.
 
-    A missing or damaged file is no record.
+    Graders rely on its type.
+
+    A missing or damaged file is not a record.
     """
     data = read_json(path)
     if not (isinstance(data, dict) and "done" in data and "exception" in data):

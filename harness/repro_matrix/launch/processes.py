@@ -26,7 +26,7 @@ KILL_S = 10.0  # how long a killed process may take to vanish (it may be stuck i
 
 
 def alive(process: psutil.Process) -> bool:
-    """Return whether it still runs; a zombie has ended and holds nothing but its entry."""
+    """Return whether it still runs; a zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -34,8 +34,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def with_token(name: str, value: str) -> set[psutil.Process]:
-    """Return the processes of this user that were started with ``name=value`` in their
-    environment."""
+    """Return this user's processes that were started with ``name=value`` in their environment."""
     wanted = f"{name}={value}".encode()
     matches = set()
     for pid in psutil.pids():
@@ -75,8 +74,10 @@ def name_of(target: psutil.Process) -> str:
 
 
 def end(find: Callable[[], set[psutil.Process]], term_s: float = TERM_S) -> list[str]:
-    """Send TERM, then KILL to all that ``find`` returns, until it returns nothing. Return what
-    became of each."""
+    """Send TERM, then KILL to all that ``find`` returns, until it returns nothing.
+
+    Return what became of each.
+    """
     ended: dict[psutil.Process, str] = {}
     for target in find():
         ended[target] = f"{name_of(target)} ended"
@@ -111,8 +112,10 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
 
 
 def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> list[str]:
-    """Remove the attempt's files: ``known`` as used by it, or with one of ``numbers`` (pids, port)
-    in the name."""
+    """Remove the attempt's shared memory files.
+
+    They are in ``known``, or have one of ``numbers`` (pids, port) in their name.
+    """
     removable = set()
     for path in SHM.glob("*"):
         named = path.name in known or numbers & {

@@ -1,5 +1,6 @@
-"""Compare the samples that the ranks of a user's script trained on (launch/worker/samples.py).
-Pure.
+"""Compare the samples that the ranks of a user's script trained on.
+
+Pure. launch/worker/samples.py records them.
 
 In an epoch the ranks' samples are disjoint and complete, and none occurs twice. Samplers pad an
 epoch so that all ranks make the same number of steps, or drop its rest: as many as the sampler's
@@ -16,9 +17,8 @@ from typing import Any
 from repro_matrix.text import counted, list_ranks, list_some
 
 Json = dict[str, Any]
-DUPLICATES = (
-    0.01  # share of samples with the content of another one that data sets are expected to have
-)
+# share of samples with the content of another one that data sets are expected to have
+DUPLICATES = 0.01
 ALL = 0.9  # share from which all samples occur several times, but for a rest
 
 
@@ -38,7 +38,7 @@ def compare_samples(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
     key = "index" if all(epoch["exact"] for each in epochs for epoch in each) else "content"
     compared = f"{counted(total, 'sample')}, known by {key}, of {counted(numbers[0], 'epoch')} on "
     compared += counted(len(ranks), "rank")
-    results = [_compare_epoch(same, _is_stable(epochs)) for same in zip(*epochs)]
+    results = [_compare_epoch(same, _has_stable_content(epochs)) for same in zip(*epochs)]
     right = [at for at, (wrong, _, _) in enumerate(results) if not wrong]
     found: tuple[dict[str, list[int]], ...] = {}, {}, {}
     for at, (wrong, unknown, remarks) in enumerate(results):
@@ -63,7 +63,7 @@ def compare_samples(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
 
 
 def _overlap(one: Json, other: Json) -> bool:
-    """Whether both loaders are read in the same steps."""
+    """Return whether both loaders are read in the same steps."""
     return (
         one is not other
         and one["steps"][0] < other["steps"][1]
@@ -78,9 +78,11 @@ def _is_one_part(epochs: Sequence[Json]) -> bool:
     )
 
 
-def _is_stable(epochs: Sequence[Sequence[Json]]) -> bool:
-    """Whether an index has the same content in several epochs of a rank, so that nothing changes
-    samples randomly."""
+def _has_stable_content(epochs: Sequence[Sequence[Json]]) -> bool:
+    """Return whether an index has the same content in several epochs of a rank.
+
+    Then nothing changes samples randomly.
+    """
     pairs = [[set(zip(each["samples"], each["content"])) for each in own] for own in epochs]
     return all(any(one & other for one, other in pairwise(own)) for own in pairs)
 
@@ -136,7 +138,7 @@ def _compare_epoch(ranks: Sequence[Json], stable: bool) -> tuple[list[str], list
 
 
 def _same_data(ranks: Sequence[Json]) -> bool:
-    """Whether an index is the same sample on all ranks, as far as ranks share indices."""
+    """Return whether an index is the same sample on all ranks, as far as ranks share indices."""
     known: dict[int, int] = {}
     pairs = [pair for each in ranks for pair in dict(zip(each["samples"], each["content"])).items()]
     different = sum(known.setdefault(index, content) != content for index, content in pairs)
@@ -144,8 +146,7 @@ def _same_data(ranks: Sequence[Json]) -> bool:
 
 
 def _by_index(ranks: Sequence[Json]) -> tuple[list[str], list[str]]:
-    """Return what is wrong, and remarks, where samples are known by their indices in one data
-    set."""
+    """Return what is wrong, and remarks, for samples with indices in one data set."""
     first = ranks[0]
     everything = Counter(sample for each in ranks for sample in each["samples"])
     wrong, remarks = _repeated([each["samples"] for each in ranks]), []
@@ -170,8 +171,7 @@ def _by_index(ranks: Sequence[Json]) -> tuple[list[str], list[str]]:
 
 
 def _by_content(ranks: Sequence[Json]) -> tuple[list[str], list[str], list[str]]:
-    """Return what is wrong, unknown, and remarks, where samples are known by checksums of their
-    content."""
+    """Return what is wrong, unknown, and remarks, for samples with checksums of their content."""
     first, samples = ranks[0], [each["content"] for each in ranks]
     total, distinct = sum(map(len, samples)), len(set().union(*samples))
     excess, size = total - distinct, max(1, first["batch_size"])

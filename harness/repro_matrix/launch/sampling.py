@@ -1,5 +1,7 @@
-"""Sample the ranks of a running attempt: grading/hangs.py compares two samples. See
-docs/concepts/evidence.md."""
+"""Sample the ranks of a running attempt.
+
+grading/hangs.py compares two samples. See docs/concepts/evidence.md.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,10 @@ from repro_matrix.launch.attempt import Json
 from repro_matrix.paths import read_json
 from repro_matrix.records.attempt import Collectives
 
-# a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
+# a rank's monitor thread answers in milliseconds, unless another thread keeps the GIL
 ANSWER_S = 1.0
-FRAMES_S = (
-    30.0  # ... and its torch may import for seconds before it can report the frames of a call
-)
+# ... and its torch may import for seconds before it can report the frames of a call
+FRAMES_S = 30.0
 RECORDERS = (
     "dump_nccl_trace_json",
     "fr_trace_json",
@@ -74,8 +75,10 @@ def take(
     busy_waiting: bool,
     full: bool = True,
 ) -> dict[int, Sample]:
-    """Sample every rank once. ``began``: monotonic start of the attempt. Without ``full`` no
-    backtraces are taken."""
+    """Sample every rank once.
+
+    ``began``: monotonic start of the attempt. Without ``full`` no backtraces are taken.
+    """
     living = {rank: target for rank, target in ranks.items() if processes.alive(target)}
     # Measure what the processes used first: sampling costs them something, too.
     used = {rank: _used(target) for rank, target in living.items()}
@@ -122,8 +125,7 @@ def _digest(text: str) -> str:
 
 
 def _used(target: psutil.Process) -> Json:
-    """Return CPU seconds, bytes read and written, and whether anything runs, of a rank and its
-    descendants."""
+    """Return CPU seconds, bytes read and written, and whether a rank or a descendant runs."""
     cpu = io = 0.0
     busy = False
     for each in processes.tree({target}):
@@ -140,8 +142,10 @@ def _used(target: psutil.Process) -> Json:
 
 
 def _busy(pid: int) -> bool:
-    """Return whether any thread runs or waits for a core or a disk: under load a working rank may
-    get no CPU time."""
+    """Return whether any thread runs or waits for a core or a disk.
+
+    Under load a working rank may get no CPU time.
+    """
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(
@@ -164,8 +168,10 @@ def phases(records: Path, rank: int) -> list[tuple[float, str]]:
 
 
 def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:
-    """Add to the samples the frames of the calls in which the ranks wait: on a GPU no backtrace has
-    them."""
+    """Add to the samples the frames of the calls in which the ranks wait.
+
+    On a GPU no backtrace has them.
+    """
     waiting = {
         rank for rank, sample in last.items() if sample.answered and sample.standing(rank).pending
     }
@@ -179,8 +185,10 @@ def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:
 def _query_monitors(
     ranks: set[int], records: Path, question: bytes = b"?", limit_s: float = ANSWER_S
 ) -> dict[int, Collectives]:
-    """Return what the ranks' monitor threads report about their collectives; all are queried at
-    once."""
+    """Return what the ranks' monitor threads report about their collectives.
+
+    All are queried at once.
+    """
     files = {rank: records / f"collectives-{rank}.json" for rank in ranks}
     before = {rank: _changed(path) for rank, path in files.items()}
     queried = {
@@ -191,7 +199,7 @@ def _query_monitors(
     while len(answers) < len(queried) and time.monotonic() < limit:
         for rank in queried.keys() - answers.keys():
             if _changed(queried[rank]) != before[rank]:
-                answer = _read(queried[rank])
+                answer = _read_answer(queried[rank])
                 if answer is not None:
                     answers[rank] = answer
         time.sleep(0.01)
@@ -199,8 +207,9 @@ def _query_monitors(
 
 
 def _query_server(rank: int, records: Path, others: Iterable[Collectives]) -> Collectives | None:
-    """Return what torch's own server in a rank reports (without frames); it answers while the GIL
-    is held.
+    """Return what torch's own server in a rank reports, without frames.
+
+    It answers while the GIL is held.
 
     ``others``: gloo's recorder does not name the ranks of a group; those of this rank's groups are
     in their answers.
@@ -221,8 +230,10 @@ def _query_server(rank: int, records: Path, others: Iterable[Collectives]) -> Co
 
 
 def _request(records: Path, rank: int, name: str) -> bytes:
-    """Return what a handler of torch's server sends. Raise OSError or ValueError (also of JSON: it
-    is no dump)."""
+    """Return what a handler of torch's server sends.
+
+    Raises OSError or ValueError (also of JSON: it is not a dump).
+    """
     folder = os.open(records, os.O_RDONLY)
     with (
         contextlib.closing(http.client.HTTPConnection("rank")) as connection,
@@ -230,9 +241,8 @@ def _request(records: Path, rank: int, name: str) -> bytes:
     ):
         try:
             link.settimeout(ANSWER_S)
-            link.connect(
-                f"/proc/self/fd/{folder}/recorder-{rank}"
-            )  # the whole path may be too long
+            # the whole path may be too long
+            link.connect(f"/proc/self/fd/{folder}/recorder-{rank}")
             connection.sock = link
             connection.request("POST", f"/handler/{name}")
             return connection.getresponse().read()
@@ -261,14 +271,16 @@ def _changed(path: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def _read(path: Path) -> Json | None:
+def _read_answer(path: Path) -> Json | None:
     answer = read_json(path)
     return answer if isinstance(answer, dict) and "error" not in answer else None
 
 
 def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
-    """Return the backtraces of each rank (rank -> pid) as text. The first line says how they were
-    obtained."""
+    """Return the backtraces of each rank (rank -> pid) as text.
+
+    The first line says how they were obtained.
+    """
 
     def stack(rank: int, pid: int) -> str:
         text, problem = py_spy(pid)
@@ -279,8 +291,10 @@ def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
 
 
 def _faulthandler(rank: int, pid: int, records: Path, problem: str) -> str:
-    """Return what the kit's faulthandler writes on SIGUSR1. Without the kit's file the signal would
-    end the rank."""
+    """Return what the kit's faulthandler writes on SIGUSR1.
+
+    Without the kit's file the signal would end the rank.
+    """
     path = records / f"stacks-{rank}.txt"
     if not path.exists():
         return f"{NO_STACK} ({problem}; the rank had not reached the kit)"

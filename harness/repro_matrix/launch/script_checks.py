@@ -1,10 +1,11 @@
-"""The checks of `repro run --check`: compare what the ranks of a user's script described of their
-parameters. Pure.
+"""Compare what the ranks of a user's script report of their parameters (`repro run --check`).
 
-A check that could compare nothing says why, and is no evidence (grading/checks.py). Replicas must
-be equal to the last bit: every rank computes the same update from the same gradient. So must the
-gradients of the last step, because an update that depends only on their signs (the first of AdamW)
-hides that they were not reduced.
+Pure.
+
+A check that could compare nothing gives the reason, and is not evidence (grading/checks.py).
+Replicas must be equal to the last bit: every rank computes the same update from the same gradient.
+So must the gradients of the last step, because an update that depends only on their signs (the
+first of AdamW) hides that they were not reduced.
 """
 
 from __future__ import annotations
@@ -68,13 +69,17 @@ def _no_replicas(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
-    """Return what was compared, the names of what differs, and why gradients could not be compared.
-    Equal parameters alone are no proof."""
+    """Return what was compared, the names of what differs, and why gradients were not compared.
+
+    Equal parameters alone are no proof.
+    """
     columns = [
         each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]
     ]
     frozen = sum(each[0]["frozen"] for each in columns)
-    compared = counted(len(columns), "parameter") + f" ({frozen} frozen)" * bool(frozen)
+    compared = counted(len(columns), "parameter")
+    if frozen:
+        compared += f" ({frozen} frozen)"
     numbers = {
         "that DDP ignores": len(ranks[0]["parameters"]) - len(columns),
         "that no optimizer has stepped on": max(each["others"] for each in ranks),

@@ -1,5 +1,4 @@
-"""Cold starts, each attempt in fresh interpreters: by torchrun's own code (the reference), or by a
-user's own command.
+"""Start each attempt in fresh interpreters, by torchrun's own code or a user's command.
 
 A user's command (torchrun, accelerate, deepspeed, python) runs with the recording hooks
 (worker/hooks/sitecustomize.py) in its processes. Its ranks keep what they would have had: the
@@ -72,8 +71,7 @@ class TorchrunLauncher:
 
 
 def tried_again(once: Callable[[], Json], kinds: tuple[str, ...], stop: threading.Event) -> Json:
-    """Return the observation of an attempt, or of its repetition after an infrastructure error of
-    these ``kinds``."""
+    """Return an observation; repeat the attempt once after an error of these ``kinds``."""
     observation = once()
     problem = observation["infra_error"]
     if problem and problem["kind"] in kinds and not stop.is_set():
@@ -183,7 +181,7 @@ def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
 
 
 def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
-    """Add what only the attempt's files hold, while they are there."""
+    """Add what only the attempt's files contain, while they exist."""
     code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
     ranks = observation["ranks"]
     begun = [rank for rank in ranks if rank["record"] or rank["pid"] is not None]
@@ -209,9 +207,8 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
             continue
         record["done"] = rank["exit_code"] == 0
         raised = record["exception"]
-        if (
-            raised and raised["type"] == "ProcessRaisedException"
-        ):  # torch.multiprocessing: with the child's traceback
+        # torch.multiprocessing: with the child's traceback
+        if raised and raised["type"] == "ProcessRaisedException":
             inner = tracebacks(raised["message"])
             record["exception"] = (
                 {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
@@ -219,9 +216,8 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
     add_checks([rank["record"] for rank in ranks if rank["record"]], command.checks)
     logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
     observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
-    for item in observation["printed"][
-        "log"
-    ]:  # a line that was printed counts as one that was logged
+    # a line that was printed counts as one that was logged
+    for item in observation["printed"]["log"]:
         record = next(
             (
                 rank["record"]
@@ -238,11 +234,13 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
 
 
 def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
-    """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if
-    a log was cut."""
+    """Return the lines of all ranks that the definition looks for, and if a log was cut.
+
+    Rank -1: the launcher's own log.
+    """
     result: Json = {"log": [], "metric": [], "cut": False}
     for rank, path in logs:
-        for line in _lines(path, result) if command.log or command.metric else ():
+        for line in _log_lines(path, result) if command.log or command.metric else ():
             if command.log and re.search(command.log, line):
                 result["log"].append({"rank": rank, "line": line[:LINE]})
             value = metric_in(line, command.metric) if command.metric else None
@@ -257,7 +255,7 @@ def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
     return {**result, "log": result["log"][-KEPT_LINES:], "metric": result["metric"][-KEPT_LINES:]}
 
 
-def _lines(path: Path, result: Json) -> Iterator[str]:
+def _log_lines(path: Path, result: Json) -> Iterator[str]:
     """Yield a log's lines without colours; what a progress bar overwrites is several lines."""
     try:
         with open(path, "rb") as source:
@@ -288,13 +286,12 @@ def metric_in(line: str, metric: Metric) -> float | None:
 
 
 def _storable(number: float) -> float:
-    """JSON has no infinity."""
+    """Return a number that JSON can store: it has no infinity."""
     return math.copysign(INFINITE, number) if math.isinf(number) else number
 
 
 def tracebacks(text: str) -> list[Exception_]:
-    """Return each whole traceback of a text, in the shape of repro_kit/record.py's
-    ``describe_exception``."""
+    """Return each whole traceback of a text, as ``describe_exception`` of repro_kit/record.py."""
     labels, errors = Labels(), Errors()
     for number, line in enumerate(text.splitlines()):
         errors.read(labels.split(line, number))

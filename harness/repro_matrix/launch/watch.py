@@ -1,5 +1,4 @@
-"""Supervise one attempt: enforce its time limits, detect hangs early, handle Ctrl-C, clean up
-leaked processes.
+"""Supervise one attempt: time limits, hangs, Ctrl-C, and leaked processes.
 
 Every launcher uses it. The launcher says when the attempt has finished and from which process it
 descends; this module decides when to end it, samples the ranks of a hang first, and ensures that
@@ -36,9 +35,8 @@ QUIET_S = 3.0  # ranks that used no CPU time for so long are sampled
 QUIET_CPU = 0.04
 # after samples without a hang; ranks that wait on a GPU keep a core busy: they are sampled so often
 EVERY_S = 10.0
-TRIES = (
-    8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
-)
+# pairs of samples at the deadline, at most: on a machine under load several may tell nothing
+TRIES = 8
 
 
 @dataclass
@@ -52,23 +50,22 @@ class Watched:
     deadlock: str | None = None  # ... before its deadline: why its ranks could not go on
     startup_s: float | None = None  # from the start until every rank was past its start
     limit_s: float = 0.0  # the time limit that applied at the end
-    samples: dict[int, list[Sample]] = field(
-        default_factory=dict
-    )  # of ranks, at a hang or the deadline
+    # of ranks, at a hang or the deadline
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
     interrupted: bool = False
-    running: set[int] = field(
-        default_factory=set
-    )  # ranks that still ran when the controller began to end the attempt
+    # ranks that still ran when the controller began to end the attempt
+    running: set[int] = field(default_factory=set)
     stacks: dict[int, str] = field(default_factory=dict)
-    leaked_processes: list[str] = field(
-        default_factory=list
-    )  # what had to be ended although the attempt had finished
+    # what had to be ended although the attempt had finished
+    leaked_processes: list[str] = field(default_factory=list)
     cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
 class Watch:
-    """One attempt under watch. ``root``: the process from which all of it descends, where there is
-    one."""
+    """One attempt under watch.
+
+    ``root``: the process from which all of it descends, if there is one.
+    """
 
     def __init__(self, attempt: Attempt, root: psutil.Process | None = None) -> None:
         self.attempt = attempt
@@ -89,12 +86,13 @@ class Watch:
 
     @property
     def _spins(self) -> bool:
-        """Whether ranks that wait keep a core busy."""
+        """Return whether ranks that wait keep a core busy."""
         return self.attempt.device == "cuda"
 
     def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
-        """Wait for ``finished`` (called with seconds that it may wait), the deadline, or ``stop``;
-        end everything.
+        """Wait for ``finished``, the deadline, or ``stop``; then end everything.
+
+        ``finished`` gets the seconds that it may wait.
 
         ``finished`` must also become true when the launcher's worker has ended.
         """
@@ -114,9 +112,8 @@ class Watch:
                 self._end_early(finished)
         finally:
             self._end_rest()  # even if the controller itself fails, nothing of the attempt stays
-        result.ended = (
-            result.started + time.monotonic() - self._began
-        )  # the clock may have been set meanwhile
+        # the clock may have been set meanwhile
+        result.ended = result.started + time.monotonic() - self._began
         result.cpu_s = round(sum(self._cpu.values()), 3)
         return result
 
@@ -137,8 +134,10 @@ class Watch:
                     return
 
     def _over(self) -> bool:
-        """Return whether its time is over: that for starting or, once every rank is at its work,
-        that for the work."""
+        """Return whether its time is over.
+
+        That is the time for starting or, once every rank is at work, for the work.
+        """
         if self._working is None:
             self.result.limit_s = self.attempt.start_limit
             self.result.starting = (
@@ -149,8 +148,10 @@ class Watch:
         return time.monotonic() - self._working > self.result.limit_s
 
     def _at_work(self) -> bool:
-        """Return whether every rank is past its start (or has ended); the deadline's clock runs
-        from then on."""
+        """Return whether every rank is past its start, or has ended.
+
+        The deadline's clock runs from then on.
+        """
         ranks = self.ranks()
         if self._working is not None or self._announced < self.attempt.world_size:
             return self._working is not None
@@ -170,8 +171,10 @@ class Watch:
         return True
 
     def _hangs(self) -> bool:
-        """Return whether the attempt hangs for ever, by two samples some time apart, taken only
-        while it is quiet."""
+        """Return whether the attempt hangs for ever, by two samples some time apart.
+
+        They are taken only while it is quiet.
+        """
         now = time.monotonic()
         if self._working is None or self.attempt.world_size < 2:
             return False
@@ -210,8 +213,10 @@ class Watch:
         )
 
     def _sample_at_deadline(self, stop: threading.Event) -> None:
-        """Sample the ranks until it is known whether they move. One move may have come just before
-        the hang."""
+        """Sample the ranks until it is known whether they move.
+
+        One move may have come just before the hang.
+        """
         if self.result.samples or self._working is None:
             return
         samples: dict[int, list[Sample]] = {}
@@ -230,8 +235,10 @@ class Watch:
         self.result.samples = {rank: each[-2:] for rank, each in samples.items()}
 
     def check(self) -> None:
-        """Record the current processes: they may lose their parent, or their environment, before
-        the end."""
+        """Record the current processes.
+
+        They may lose their parent, or their environment, before the end.
+        """
         self.ranks()
         self.known |= processes.tree(self.known)
         living = self._living()
@@ -249,8 +256,10 @@ class Watch:
         remove_stale_locks(self._extensions)
 
     def _note_quiet(self, used: float) -> None:
-        """Note since when the attempt has been quiet. Checking its processes costs none of their
-        CPU time."""
+        """Note since when the attempt has been quiet.
+
+        Checking its processes costs none of their CPU time.
+        """
         now = time.monotonic()
         if used - self._used > QUIET_CPU * self.attempt.world_size * max(
             now - self._checked, LOOK_S
@@ -282,8 +291,10 @@ class Watch:
         return self._living()
 
     def _end_early(self, finished: Callable[[float], bool]) -> None:
-        """End the ranks and their descendants, then the worker: so it can still report how they
-        ended."""
+        """End the ranks and their descendants, then the worker.
+
+        The worker can still report how they ended.
+        """
         self.check()
         alive = {rank: target for rank, target in self.ranks().items() if processes.alive(target)}
         self.result.running = set(alive)

@@ -1,10 +1,9 @@
-"""What NCCL's watchdog and torch's collective checks write into a log: which rank waited where.
-Pure.
+"""Read which rank waited where from NCCL's watchdog and torch's collective checks. Pure.
 
-A collective that times out is a hang: the ranks that report it wait for one that is elsewhere.
-Where their operations or sequence numbers differ, the log shows who; else the ranks that report
-nothing are the ones to look at. torch writes the sequence number and operation from 2.0 on, the
-process group and the last enqueued work from 2.3 on.
+A collective that times out is a hang: the ranks that report it wait for a rank that is elsewhere.
+Different operations or sequence numbers show which one; otherwise look at the ranks that report
+nothing. torch writes the sequence number and operation from 2.0 on, the process group and the last
+enqueued work from 2.3 on.
 """
 
 from __future__ import annotations
@@ -21,18 +20,6 @@ from repro_matrix.grading.tracebacks import Line
 from repro_matrix.text import list_ranks
 
 MAX_WAITS = 100_000
-# What a line about a collective has, in lower case: one of these.
-WORDS = (
-    "worknccl(",
-    "nccl work",
-    "enqueued work",
-    "watchdog",
-    "nccl operations",
-    "heartbeat",
-    "collective",
-    "monitoredbarrier",
-    "for recv operation",
-)
 # Of two the first counts: torch's label names the rank of all ranks, what follows that of the
 # process group.
 _RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]")
@@ -63,8 +50,10 @@ _HANG = re.compile(
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective in which a rank waited; ``op`` "" and ``sequence`` None where the log does not
-    say."""
+    """Describe a collective in which a rank waited.
+
+    ``op`` is "" and ``sequence`` None if the log does not contain them.
+    """
 
     line: int
     rank: int | None
@@ -81,7 +70,7 @@ class Wait:
 
 @dataclass
 class Waits:
-    """Collects what the lines of a log say."""
+    """Collect what the lines of a log report about collectives."""
 
     line: int = 0  # the first that reports a hang
     last: int = 0  # the last one
@@ -131,7 +120,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class LogHang:
-    """The ranks that waited in a collective, and what the log shows of the others."""
+    """Describe the ranks that waited in a collective, and what the log shows of the others."""
 
     line: int
     waits: Mapping[int, Wait]  # the earliest collective of each rank, of one process group
@@ -151,7 +140,7 @@ class LogHang:
 
     @property
     def sizes_differ(self) -> bool:
-        """Whether the ranks are in one collective with tensors of different sizes."""
+        """Return whether the ranks are in one collective with tensors of different sizes."""
         waits = list(self.waits.values())
         same = (
             len({str(wait) for wait in waits}) == 1 and collective_kind(waits[0].op) != "alltoall"
@@ -160,8 +149,10 @@ class LogHang:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks below the highest that reported, which reported nothing, of a group whose ranks are
-        in a row."""
+        """Return the ranks below the highest reporting one that reported nothing.
+
+        Only of a process group whose ranks are consecutive.
+        """
         offsets = {wait.offset for wait in self.waits.values()}
         if len(self.waits) < 2 or len(offsets) > 1:
             return ()

@@ -1,5 +1,4 @@
-"""An error of a log: as grading takes it, where it was raised, and what it says about a GPU's
-memory. Pure."""
+"""Describe an error of a log: for grading, where it was raised, and a GPU's memory. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from repro_matrix.records.attempt import RankRecord as RankLeft
 from repro_matrix.text import list_some
 
 _ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
-# Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
+# Bases of torch's own exceptions, which a log does not show. Those of Python are looked up.
 _BASES = {
     "OutOfMemoryError": ["RuntimeError"],
     "FakeTensorDeviceMismatchError": ["RuntimeError"],
@@ -86,10 +85,10 @@ def _as_rank(index: int, error: Error) -> RankLeft:
 
 
 def completed(record: Mapping[str, Any]) -> Exception_:
-    """Return an exception with the bases of its type, and without the kit's frames, which records
-    leave out.
+    """Return an exception with the bases of its type, and without the kit's frames.
 
-    A message of several lines is there a second time as one line: a terminal may have wrapped it.
+    Records do not contain the kit's frames either. A message of several lines is repeated as one
+    line, because a terminal may have wrapped it.
     """
     kind, module, message = str(record["type"]), str(record["module"]), str(record["message"])
     if "\n" in message:
@@ -99,11 +98,8 @@ def completed(record: Mapping[str, Any]) -> Exception_:
     if isinstance(python, type) and issubclass(python, BaseException):
         bases = [base.__name__ for base in python.__mro__[1:-1]]
     if bases and module and module.partition(".")[0] not in ("builtins", *UPSTREAM):
-        kind, module, bases = (
-            f"{module}.{kind}",
-            "",
-            [],
-        )  # mylib.ValueError only has the name of Python's
+        # mylib.ValueError only has the name of Python's
+        kind, module, bases = (f"{module}.{kind}", "", [])
     frames: list[Frame] = [
         frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])
     ]
@@ -117,9 +113,8 @@ def completed(record: Mapping[str, Any]) -> Exception_:
     }
 
 
-def located(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an exception whose frames count as a package's only where their path shows that it is
-    installed."""
+def with_installed_frames(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an exception in which only installed files belong to a package."""
     frames = [
         (
             frame
@@ -138,9 +133,11 @@ def module_of(error: Error) -> str:
 
 
 def raised_by(error: Error, packages: Iterable[str]) -> bool:
-    """Whether code of these packages raised an error: one of the innermost frames, which lie in one
-    installed package, without those of Python; of mixed tracebacks any frame. True of an error
-    without frames."""
+    """Return whether code of these packages raised an error.
+
+    Only the innermost frames of one installed package count, without those of Python; of mixed
+    tracebacks any frame counts. An error without frames counts too.
+    """
     files = [place["file"] for place in reversed(error.places)]
     files = [file for file in files if not (file.startswith("<frozen") or _package(file) is None)]
     if files and not error.mixed:
@@ -154,10 +151,10 @@ def raised_by(error: Error, packages: Iterable[str]) -> bool:
 
 def where(error: Error) -> str:
     """Return what raised an error: module, function, file and line."""
-    return _named(error.places[-1]) if error.places else ""
+    return _place_text(error.places[-1]) if error.places else ""
 
 
-def _named(place: Mapping[str, Any]) -> str:
+def _place_text(place: Mapping[str, Any]) -> str:
     names = module_names(place["file"])
     at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
     return (
@@ -168,11 +165,13 @@ def _named(place: Mapping[str, Any]) -> str:
 
 
 def callers(error: Error) -> list[str]:
-    """Return the calls that led to an error: of frames in a row of the script, or of one package,
-    the last one, without those of torch and of Python."""
+    """Return the calls that led to an error, without those of torch and Python.
+
+    Of consecutive frames of the script, or of one package, only the last one.
+    """
     found = [(_package(place["file"]), place) for place in error.places[:-1]]
     runs = groupby((each for each in found if each[0] not in ("torch", None)), itemgetter(0))
-    return [_named(list(run)[-1][1]) for _, run in runs]
+    return [_place_text(list(run)[-1][1]) for _, run in runs]
 
 
 def _package(file: str) -> str | None:
@@ -199,8 +198,10 @@ _OTHER = rf"Process (\d+) has {_SIZE} memory in use"
 
 
 def memory_of(message: str) -> str:
-    """Describe an error of the GPU's memory: what was wanted and free, and whether other processes
-    or fragmentation are the cause."""
+    """Describe an out-of-memory error of a GPU: the sizes that were requested and free.
+
+    Also whether other processes or fragmentation are the cause.
+    """
     found = {name: re.search(pattern, message) for name, pattern in _MEMORY.items()}
     sizes = {
         name: [each for each in match.groups() if each] for name, match in found.items() if match

@@ -1,5 +1,4 @@
-"""What the lines of a log are asked for, by their words: most lines have none, and are asked for
-nothing. Pure."""
+"""Choose the patterns to try on a line by its keywords: most lines contain none. Pure."""
 
 from __future__ import annotations
 
@@ -7,75 +6,22 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.failure_rules import FailureRule, rules, words_of
 from repro_matrix.config.schema import Case, Signature, Strategy
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
-from repro_matrix.grading.tracebacks import HEADER
-from repro_matrix.match.collectives import WORDS as WAIT_WORDS
 
 DIGITS = b"0123456789"
 MAX_TOKENS = 100_000  # that are remembered
-# What reads a line with one of these words. Words in lower case count in any letters.
-_READERS = {
-    "errors": (
-        HEADER.lower(),
-        '", line ',
-        "❱",
-        "frame #",
-        "in thread",
-        "process-",
-        "-- process",
-        "[c10d]",
-        "[w ",
-        "above exception",
-        "fatal python error",
-        "Error",
-        "Exception",
-        "Expired",
-        "Exit",
-        "Fault",
-        "error.",
-        "errors.",
-        "exception.",
-        "exceptions.",
-        "exc.",
-    ),
-    "summary": ("root cause", "rank    ", "exitcode"),
-    "ends": (
-        "exitcode",
-        "exit code",
-        "exit_",
-        "exit status",
-        "exited with",
-        "returncode",
-        "return code",
-        "signal",
-        "wtermsig",
-        ", status=",
-    ),
-    "waits": WAIT_WORDS,
-    "world": ("world_size", "world size", "environment variable for each process"),
-    "versions": (*UPSTREAM, *TRAINERS),
-    "done": (
-        "train_runtime",
-        "training ",
-        "done",
-        "finished",
-        "completed",
-        "exits successfully",
-        ".fit` stopped",
-        "exit code",
-        "will restart worker group",
-    ),
-}
 _STATES = re.compile(r"(?i)error|exception|fail")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What lines with certain words are asked for."""
+    """Collect the patterns to try on lines with certain words."""
 
     readers: list[str]
     patterns: list[str]
@@ -84,8 +30,10 @@ class Asked:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether of two lines that differ in their digits only, or in the lines before them, one
-        may show more."""
+        """Return whether lines that differ only in their digits must all be read.
+
+        Otherwise the first lines of that shape show the same as all.
+        """
         texts = [
             *self.patterns,
             *(text for _, text in self.messages),
@@ -95,9 +43,11 @@ class Asked:
         return digits or not {"summary", "waits"}.isdisjoint(self.readers)
 
     def message_in(self, text: str) -> tuple[Signature, str] | None:
-        """Return the exception whose message a line holds, outside of a traceback, and the message.
-        A text that has other causes, too, must stand at the line's beginning, or after what says
-        that it is an error."""
+        """Return the exception whose message a line contains, and the message.
+
+        For lines outside of a traceback. A message that also has other causes must begin the line,
+        or follow words that mark an error.
+        """
         for signature, pattern in self.messages:
             found = re.search(pattern, text)
             if found and (
@@ -110,8 +60,10 @@ class Asked:
 
 
 class SignatureIndex:
-    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom
-    a backend."""
+    """Index the signatures that a log can show by their words.
+
+    A log shows a rank only by its words, and rarely a backend: the signatures apply to any.
+    """
 
     def __init__(self, cases: Mapping[str, Case], strategies: Mapping[str, Strategy]) -> None:
         self.cases = list(cases.values())
@@ -130,8 +82,10 @@ class SignatureIndex:
             for text in (s.message, *s.messages.values())
             if text
         ]
+        readers: dict[str, list[str]] = read_yaml(Path(__file__).with_name("keywords.yaml"))
         wanted: list[tuple[str, Any, Iterable[str]]] = [
-            *(("readers", reader, words) for reader, words in _READERS.items()),
+            *(("readers", reader, words) for reader, words in readers.items()),
+            ("readers", "versions", (*UPSTREAM, *TRAINERS)),
             *(("patterns", text, words_of(text)) for text in filter(None, patterns)),
             *(("messages", message, words_of(message[1])) for message in messages),
             *(("rules", rule, rule.words) for rule in rules().values() if rule.place == "any_line"),
@@ -177,8 +131,10 @@ class SignatureIndex:
 
 
 def _lenient(signature: Signature) -> Signature:
-    """Return a signature for any rank, whose message also counts in other letters, and without the
-    backticks that Markdown eats."""
+    """Return a signature that also matches other logs of its failure.
+
+    It applies to any rank, ignores case, and does not need the backticks that Markdown removes.
+    """
     lenient = {
         "ranks": "any",
         "message": signature.message and "(?i)" + signature.message.replace("`", "`?"),

@@ -1,12 +1,13 @@
-"""What a log shows -> which known failures it is, by the signatures that grade an attempt. Pure.
+"""Recognize the known failures that a log shows, by the signatures that grade attempts. Pure.
 
-Every error becomes what a rank would have recorded, in the order of the log, so that grading
-decides what matches (signature.py) and which errors only follow from another rank's
-(root_cause.py). A signature is *recognized* where all that it requires is in the log. It is
-*possible* where nothing in the log contradicts and something is missing: what was cut off, or the
-way to tell it from another cause (a signature's ``ambiguous_with``; two cases that show the same).
-What is no case is classified by config/failure_rules.yaml, and a collective that timed out by
-collectives.py. Numbers that are wrong without an error are in no log.
+Every error becomes what a rank would have recorded, in the order of the log. Grading then decides
+what matches (signature.py) and which errors only follow from another rank's (root_cause.py). A
+signature is *recognized* if the log contains everything that it requires. It is *possible* if
+nothing in the log contradicts it and something is missing: frames that were cut off, or a way to
+exclude another cause (a signature's ``ambiguous_with``; two cases that look the same).
+
+config/failure_rules.yaml classifies the other errors, and collectives.py collectives that timed
+out. Wrong numbers without an error are not in a log.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.grading.tracebacks import Error, without_time
 from repro_matrix.match.collectives import LogHang, cases_like, hang_of
-from repro_matrix.match.errors import as_attempt, located, module_of, raised_by
+from repro_matrix.match.errors import as_attempt, module_of, raised_by, with_installed_frames
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.scan import Finding, Note, Scanned, StepProgress
 
@@ -33,13 +34,13 @@ _LAUNCHERS = re.compile(
     r"|ProcessExitedException|RayTaskError(\(.*\))?|RayActorError|ActorDiedError"
     r"|WorkerCrashedError|TrainingFailedError|SignalException|TuneError|SystemExit)"
 )
-# What may stand before a warning's text: a logger's format.
+# A logger's format before a warning's text.
 _BEFORE = re.compile(
     r"\[[\w.]+\] |"  # transformers 5: the package
     r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
-# Messages of the interpreter, which any program can cause: without a traceback they tell nothing.
+# Messages of the interpreter: any program can cause them, so they need a traceback.
 _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not"
     r" (?:subscriptable|callable|iterable)"
@@ -53,8 +54,10 @@ _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regula
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A signature that an error (or a line) of the log shows. ``missing``: why it is only
-    possible."""
+    """Describe a signature that an error, or a line, of the log shows.
+
+    ``missing``: why it is only possible.
+    """
 
     case: str
     signature: str
@@ -75,9 +78,17 @@ class LogFailure:
     def line(self) -> int:
         return self.error.line
 
+    @property
+    def possible(self) -> list[KnownFailure]:
+        """Return the possible known failures, each case once."""
+        return list({item.case: item for item in reversed(self.perhaps)}.values())[::-1]
+
     @cached_property
     def rule(self) -> FailureRule | None:
-        """The kind of failure that its message shows; only of a launcher's how a process ended."""
+        """Return the kind of failure that the message shows.
+
+        How a process ended counts only in the message of a launcher.
+        """
         error = self.error
         text = (
             f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}"
@@ -91,7 +102,7 @@ class LogFailure:
 
     @property
     def kind(self) -> str:
-        """The name of that rule, where the failure is no case."""
+        """Return the name of that rule if the failure is not a case."""
         return self.rule.name if self.rule and not (self.known or self.perhaps) else ""
 
 
@@ -101,19 +112,16 @@ class LogAnswer:
     remarks: list[KnownFailure] = field(default_factory=list)  # warnings that are a known failure's
     evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
     hang: LogHang | None = None
-    like: list[str] = field(
-        default_factory=list
-    )  # known hangs whose ranks wait in the same kinds of collectives
-    findings: list[Finding] = field(
-        default_factory=list
-    )  # other lines: causes, then how processes ended, then peers
-    recovered: list[LogFailure | Finding] = field(
-        default_factory=list
-    )  # training went on after them, and none ended it
+    # known hangs whose ranks wait in the same kinds of collectives
+    like: list[str] = field(default_factory=list)
+    # other lines: causes, then how processes ended, then peers
+    findings: list[Finding] = field(default_factory=list)
+    # training went on after them, and none ended it
+    recovered: list[LogFailure | Finding] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        """The recognized cases, the first cause's first."""
+        """Return the recognized cases, the first cause's first."""
         every = [*(known for failure in self.failures for known in failure.known), *self.remarks]
         return list(dict.fromkeys(known.case for known in every))
 
@@ -123,10 +131,12 @@ class LogAnswer:
 
     @property
     def leading(self) -> list[LogFailure | Finding | LogHang]:
-        """The errors and lines that show a cause, the first one first. What is general ("NCCL
-        failed") comes after what another one says, also after a collective that timed out; a line
-        comes after an error. So does what nobody explains, where a refusal was raised while it was
-        handled."""
+        """Return the errors and lines that show a cause, the first cause first.
+
+        A general one ("NCCL failed") comes after a specific one and after a collective that timed
+        out; a line comes after an error. An unexplained error comes later if a refusal was raised
+        while it was handled.
+        """
         refused = {each.error.after for each in self.causes if each.rule and each.rule.library}
         shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
         return sorted(
@@ -146,7 +156,7 @@ class LogAnswer:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of failures that are no case, the first cause's first."""
+        """Return the kinds of failures that are not cases, the first cause's first."""
         every = [*self.leading, *self.causes, *self.findings, *self.failures]
         return list(dict.fromkeys(each.kind for each in every if each.kind))
 
@@ -156,8 +166,7 @@ class LogAnswer:
 
 
 def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
-    """Whether the library of a rule, and no other code, raised an error in its words, and not only
-    quotes them."""
+    """Return whether a rule's library raised an error in its words, rather than quoting them."""
     found = re.search(rule.text, text)
     return bool(
         found and not _QUOTED.search(text, 0, found.start()) and raised_by(error, rule.packages)
@@ -170,95 +179,103 @@ def _is_general(each: LogFailure | Finding | LogHang) -> bool:
 
 def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
     """Return the known failures that a log shows."""
-    launchers = [
-        error
-        for error in seen.errors
-        if _LAUNCHERS.fullmatch(error.type) and "ninja" not in error.message
-    ]
-    raised = [error for error in seen.errors if error not in launchers]
-    attempt = as_attempt(raised)
-    # An error that only a lost peer explains is an echo, also where the log does not hold what it
-    # echoes.
-    primary = {failure.rank for failure in find_failures(attempt).primary if not failure.secondary}
-    found = [
-        _failure(error, catalogue, seen) if index in primary else LogFailure(error, echo=True)
-        for index, error in enumerate(raised)
-    ]
-    found += [LogFailure(error, echo=True) for error in launchers]
-    found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
-    if not any(each.error.type and not each.echo for each in found):
-        # Ranks that do not find each other raise what a lost peer raises, too.
-        found = [
-            replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause"))
-            for each in found
-        ]
-    # What was cut off before its type comes after what is known, and one line alone says nothing
-    # beside its traceback. Of mixed tracebacks it is the rest of one that is listed.
-    mixed = any(each.error.mixed and each.error.type for each in found)
-    found = [each for each in found if each.error.type or not (mixed and each.error.mixed)]
-    found = [each for each in found if not (each.error.ignored and seen.progress.complete)]
-    found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
-    framed = {
-        each.case
-        for failure in found
-        if failure.error.places
-        for each in (*failure.known, *failure.perhaps)
-    }
-    found = [
-        each
-        for each in found
-        if each.error.places or not framed & {item.case for item in each.perhaps}
-    ]
-    answer = LogAnswer(found, hang=hang_of(seen.waits, seen.progress.since))
-    answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
-    lines = {each.line for each in found if not each.echo}
-    kinds = {each.rule.name for each in found if each.rule and not each.echo}
-    order = ["cause", "end", "peer"]
     progress = seen.progress
+    answer = LogAnswer(_log_failures(seen, catalogue), hang=hang_of(seen.waits, progress.since))
+    answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
     serious = [
         each
         for each in seen.findings.values()
         if not (each.warning and (progress.after(each.last) or progress.complete))
     ]
-    answer.findings = sorted(
-        (each for each in serious if each.line not in lines and each.kind not in kinds),
-        key=lambda each: (
-            order.index(rules()[each.kind].shows),
-            each.kind == "ended-without-error",
-            each.line,
-        ),
-    )
-    later = max(_fatal_lines(answer), default=0)
-    if (hang := answer.hang) and (
-        progress.recovered(hang.last) or progress.goes_on(hang.last, later)
-    ):
-        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
-    shown = [rules()[each.kind] for each in serious if each.last > progress.overcome]
-    ended = any(rule.shows == "end" or rule.exit_codes for rule in shown)
-    crashed = answer.hang or ended or any(each.last > progress.overcome for each in launchers)
-
-    def recovered(last: int, buffered: bool = False) -> bool:
-        ends_well = not (crashed or buffered) and progress.recovered(last)
-        return last < progress.overcome or progress.goes_on(last, later) or ends_well
-
-    answer.recovered += [
-        each
-        for each in found
-        if _was_caught(each, answer.causes, progress)
-        or (
-            recovered(each.error.last, _may_be_buffered(each.error, progress))
-            and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
-        )
-    ]
-    answer.recovered += [each for each in answer.findings if recovered(each.last)]
-    answer.failures = [each for each in found if each not in answer.recovered]
-    answer.findings = [each for each in answer.findings if each not in answer.recovered]
+    answer.findings = _other_lines(answer, serious)
+    _recover(answer, seen, serious)
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:
             answer.remarks.append(KnownFailure(case.slug, signature.name, note.line))
             answer.evidence[note.line] = note.text
     return answer
+
+
+def _is_launcher(error: Error) -> bool:
+    return bool(_LAUNCHERS.fullmatch(error.type)) and "ninja" not in error.message
+
+
+def _log_failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
+    """Return the errors with their known failures, the first cause first and echoes last."""
+    raised = [error for error in seen.errors if not _is_launcher(error)]
+    # An error that only a lost peer explains is an echo, even if the log does not contain the
+    # error that it echoes.
+    primary = find_failures(as_attempt(raised)).primary
+    causes = {id(raised[each.rank]) for each in primary if not each.secondary}
+    found = [
+        _failure(error, catalogue, seen) if id(error) in causes else LogFailure(error, echo=True)
+        for error in seen.errors
+    ]
+    found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
+    if not any(each.error.type and not each.echo for each in found):
+        # Ranks that do not find each other raise the errors of a lost peer too.
+        found = [
+            replace(each, echo=False) if each.rule and each.rule.shows == "cause" else each
+            for each in found
+        ]
+    # One line alone adds nothing to its traceback, and of mixed tracebacks an error without a type
+    # is the rest of another one.
+    mixed = any(each.error.mixed and each.error.type for each in found)
+    framed = {
+        item.case for each in found if each.error.places for item in (*each.known, *each.perhaps)
+    }
+    found = [
+        each
+        for each in found
+        if (each.error.type or not (mixed and each.error.mixed))
+        and not (each.error.ignored and seen.progress.complete)
+        and (each.error.places or framed.isdisjoint(item.case for item in each.perhaps))
+    ]
+    return sorted(found, key=lambda each: (each.echo, not each.error.type, each.line))
+
+
+def _other_lines(answer: LogAnswer, findings: Iterable[Finding]) -> list[Finding]:
+    """Return the lines that no error explains: causes, then how processes ended, then peers."""
+    lines = {each.line for each in answer.causes}
+    kinds = {each.rule.name for each in answer.causes if each.rule}
+    order = ["cause", "end", "peer"]
+    return sorted(
+        (each for each in findings if each.line not in lines and each.kind not in kinds),
+        key=lambda each: (
+            order.index(rules()[each.kind].shows),
+            each.kind == "ended-without-error",
+            each.line,
+        ),
+    )
+
+
+def _recover(answer: LogAnswer, seen: Scanned, serious: Iterable[Finding]) -> None:
+    """Move what training overcame to ``recovered``: it went on, and none of it ended the run."""
+    progress, hang = seen.progress, answer.hang
+    later = max(_fatal_lines(answer), default=0)
+    if hang and (progress.recovered(hang.last) or progress.goes_on(hang.last, later)):
+        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
+    ends = [each.last for each in serious if rules()[each.kind].ends_process]
+    ends += [error.last for error in seen.errors if _is_launcher(error)]
+    crashed = answer.hang or any(last > progress.overcome for last in ends)
+
+    def recovered(last: int, buffered: bool = False) -> bool:
+        ends_well = not (crashed or buffered) and progress.recovered(last)
+        return last < progress.overcome or progress.goes_on(last, later) or ends_well
+
+    def caught(each: LogFailure) -> bool:
+        error = each.error
+        return _was_caught(each, answer.causes, progress) or (
+            recovered(error.last, _may_be_buffered(error, progress))
+            and (_may_be_caught(error, progress) or error.last < progress.overcome)
+        )
+
+    failures = list(filter(caught, answer.failures))
+    findings = [each for each in answer.findings if recovered(each.last)]
+    answer.recovered += [*failures, *findings]
+    answer.failures = [each for each in answer.failures if each not in failures]
+    answer.findings = [each for each in answer.findings if each not in findings]
 
 
 def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailure:
@@ -278,14 +295,14 @@ def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailu
             missing = None if missing is None else (*missing, "raised in the code of another model")
         if missing is None:
             continue
-        if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
+        if signature.kind == "signal":  # any mistake of an unknown script can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
         elif ambiguous_with and not clear:
             missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
         (perhaps if missing else known).append(
             KnownFailure(case.slug, signature.name, error.line, missing)
         )
-    # What has no other cause decides: it comes first.
+    # Failures without another possible cause come first.
     ambiguous = {
         item.case for item in perhaps if any(text.startswith(_AMBIGUOUS) for text in item.missing)
     }
@@ -315,9 +332,8 @@ def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFail
     case = next((each for each in catalogue.cases if each.slug == name), None)
     strategies = strategies_of(failure.error, catalogue.strategies)
     found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
-    found = found and name not in {
-        each.case for each in failure.perhaps
-    }  # in the case's own wording
+    # in the case's own wording
+    found = found and name not in {each.case for each in failure.perhaps}
     return (
         (KnownFailure(name, "", failure.line, ("another wording of it, or raised elsewhere",)),)
         if found
@@ -326,8 +342,7 @@ def _reworded(failure: LogFailure, catalogue: SignatureIndex) -> tuple[KnownFail
 
 
 def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:
-    """Return what the log does not show of a signature that it does not contradict; None where it
-    does.
+    """Return what the log does not show of a signature; None if the log contradicts it.
 
     ``clear``: no other cause is in question.
     """
@@ -340,7 +355,9 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
 
     if matches(signature, error):
         missing = [_MIXED] if error.mixed else []
-        if error.record and not matches(signature, replace(error, record=located(error.record))):
+        if error.record and not matches(
+            signature, replace(error, record=with_installed_frames(error.record))
+        ):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
     unframed = signature.model_copy(update={"frames": []})
@@ -370,8 +387,10 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
 
 
 def _in_any_model(signature: Signature) -> Signature | None:
-    """Return a signature whose frames name a model of transformers, for the code of any model; None
-    for others."""
+    """Return a signature for the code of any model of transformers.
+
+    None for a signature whose frames are not of a model.
+    """
     frames = [
         frame.model_copy(
             update={"module": _MODEL.sub(r"transformers\\.models\\.\\w+", frame.module)}
@@ -383,8 +402,7 @@ def _in_any_model(signature: Signature) -> Signature | None:
 
 
 def _in_other_model(signature: Signature, error: Error) -> bool:
-    """Whether a traceback shows the code of a model, but not of one that the signature's frames
-    name."""
+    """Return whether a traceback shows a model's code, but not that of the signature's model."""
     wanted = [
         frame.module
         for frame in signature.frames
@@ -410,8 +428,7 @@ def strategies_of(error: Error, strategies: Iterable[Strategy]) -> set[str]:
 
 
 def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bool:
-    """Whether the error itself, or another line of the log, shows that the other cause is not what
-    happened."""
+    """Return whether the error or another line of the log excludes the other cause."""
     if ambiguous_with.ruled_out_by is None:
         return False
     texts = [
@@ -439,9 +456,11 @@ def _fatal_lines(answer: LogAnswer) -> list[int]:
 
 
 def _may_be_caught(error: Error, progress: StepProgress) -> bool:
-    """Whether lines after an error can be its process's. Steps of another process, as their labels
-    tell, are no sign that it went on. torch writes ``[rank1]:`` before each line of an error that a
-    rank does not catch."""
+    """Return whether lines after an error can be of its process.
+
+    Steps of another process, by their labels, do not show that this one went on. torch writes
+    ``[rank1]:`` before each line of an error that a rank does not catch.
+    """
     if not error.label or error.signal:
         return not error.signal
     label = re.sub(r"\d+", r"\\d+", re.escape(error.label))
@@ -451,8 +470,11 @@ def _may_be_caught(error: Error, progress: StepProgress) -> bool:
 
 
 def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepProgress) -> bool:
-    """Whether steps of the same process stand between a refusal, or what nobody explains, and a
-    later error. Where they may come from a buffer, that error must be of the same process."""
+    """Return whether steps of the same process follow a refusal or an unexplained error.
+
+    A later error must follow these steps. It must be of the same process if the steps may come from
+    a buffer.
+    """
     error, explained = (
         failure.error,
         failure.known or failure.perhaps or (failure.rule and not failure.rule.library),
@@ -468,8 +490,10 @@ def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepPro
 
 
 def _may_be_buffered(error: Error, progress: StepProgress) -> bool:
-    """Whether an error may have ended the steps that stand below it. Those below an import that
-    failed were made after it."""
+    """Return whether an error may have ended the steps below it.
+
+    Steps below an import that failed were made after it.
+    """
     return (
         "ImportError" not in error.type
         and "ModuleNotFound" not in error.type
@@ -478,9 +502,11 @@ def _may_be_buffered(error: Error, progress: StepProgress) -> bool:
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:
-    """Whether a line is a known failure's warning. Only a warning names the module that wrote it;
-    of other lines the text alone counts, where the line begins with it or with a logger's format
-    before it."""
+    """Return whether a line is the warning of a known failure.
+
+    Only a warning shows the module that wrote it. Of another line the text counts if it begins the
+    line, or follows a logger's format.
+    """
     found = re.search(signature.message or "", note.text)
     if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
         return False

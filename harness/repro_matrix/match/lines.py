@@ -1,9 +1,7 @@
-"""Read the lines of a log: plain or compressed, in any encoding, inside of JSON, or several on one
-line."""
+"""Read the lines of a log: plain text or gzip, and records of JSON with one record a line."""
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import json
@@ -12,156 +10,107 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from repro_matrix.errors import ReproError
-from repro_matrix.grading.tracebacks import CHAINED, HEADER, Line
-from repro_matrix.text import log
+from repro_matrix.grading.tracebacks import HEADER
 
-_CONTROL = re.compile(
-    rb"[\x01-\x07\x0e-\x1a\x1c-\x1f]"
-)  # bytes that no log has, unlike the zeros of a damaged one
-MAX_LINE = 1 << 16  # characters of one line that are read
+MAX_LINE = 1 << 16  # characters of a line that are read
+MAX_RECORD = 1 << 24  # characters of a JSON record
+# Control characters that no log contains. Zeros are not among them: a full disk leaves zeros.
+_CONTROL = re.compile(rb"[\x01-\x07\x0e-\x1a\x1c-\x1f]")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_JSON = re.compile(r'[\s,\[]*(?P<record>\{\s*"[^"\n]{1,80}"\s*:)')
+# The keys under which collectors of logs store what a program printed.
+_PRINTED = re.compile(
+    r"(?i)(?:\w+[._])?(?:message|msg|log|text|line|event|stack(?:_?trace)?|exc(?:_info)?|exception"
+    r"|error|traceback)"
+)
+_ERROR = re.compile(r"Error\b|Exception\b|Traceback")
+_PACKED_LINES = re.compile(rf'(?:{re.escape(HEADER)}|File \\*").*(?:File \\*"|\\n)')
+_GLUED = re.compile(r"(?<=\.)(?=(?:\[rank\d+\]:)?\[E[\d ])")  # two ranks wrote one line
+_DECODER = json.JSONDecoder(strict=False)
+_BROKEN = "a record of JSON is cut or spans several lines. Write one record a line: jq -c ."
+_PACKED = "a traceback is on one line. Put each of its lines on a line of its own."
 
 
 class LogError(ReproError):
-    """A log that cannot be read as one."""
+    """Report a log that cannot be read."""
 
 
-def read_lines(path: str, damaged: list[str] | None = None) -> Iterator[str]:
-    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a
-    damaged gzip file those before the damage; ``damaged`` gets its path then. Raises LogError:
-    there is none."""
+def read_lines(path: str) -> Iterator[str]:
+    """Yield the lines of a log; ``-`` is the standard input.
+
+    A carriage return alone (a progress bar) ends a line too. Of a long line only the beginning is
+    read. Raises LogError.
+    """
     number = 0
     try:
         with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
-            for text in _lines(file, path):
+            for text in _decoded(file, path):
                 number += 1
                 yield text
-    except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
-        reason = getattr(error, "strerror", None) or error
-        if not number:
-            raise LogError(f"{path} cannot be read: {reason}") from None
-        if damaged is not None:
-            damaged.append(path)
-        log(f"{path}: what follows line {number} cannot be read: {reason}")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise LogError(
+            f"{path}: the gzip file is damaged after line {number}: {error}. Unpack what is left:"
+            f" gzip -dc {path} > part.log"
+        ) from None
+    except OSError as error:
+        raise LogError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _lines(raw: Any, path: str) -> Iterator[str]:
-    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the
-    beginning is kept, of one that is JSON the lines of its strings."""
+def _decoded(raw: Any, path: str) -> Iterator[str]:
     file: Any = io.BufferedReader(raw)
     if file.peek(2).startswith(b"\x1f\x8b"):
-        file = _Gzip(fileobj=file)
+        file = gzip.GzipFile(fileobj=file)
     head = file.peek(4096)
-    encoding = (
-        "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    )
-    if encoding != "utf-16" and b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
-        raise LogError(f"{path}: binary, not the text of a log. Unpack it first.")
-    text = io.TextIOWrapper(file, encoding, errors="replace", newline=None)
-    rest, begins, long_json = "", True, False
+    if head.startswith(_UTF16):
+        raise LogError(f"{path}: the text is UTF-16. Convert it first: iconv -f UTF-16 -t UTF-8")
+    if b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
+        raise LogError(f"{path}: the file is binary. Unpack it first.")
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=None)
+    begins = True
     while part := text.readline(MAX_LINE):
-        ends = part.endswith("\n")
-        long_json = not ends and bool(_JSON.match(part)) if begins else long_json
-        if long_json:
-            rest += part
-            cut = max((rest.rfind(end) + 2 for end in ("\\n", "},") if end in rest), default=0)
-            cut = len(rest) if ends or len(rest) > 2 * MAX_LINE else cut
-            yield from _strings(rest[:cut])
-            rest = rest[cut:]
-        elif begins:
+        if begins and not part.endswith("\n") and _JSON.match(part):
+            part += text.readline(MAX_RECORD)
+            if len(part) > MAX_RECORD:
+                raise LogError(f"{path}: a line of JSON is too long. Write a record a line: jq -c")
+        if begins:
             yield part.replace("\0", "")
-        begins = ends
-    yield from _strings(rest)
-    if damage := getattr(file, "damage", None):
-        raise damage
+        begins = part.endswith("\n")
 
 
-class _Gzip(gzip.GzipFile):
-    """A file that ends where it is damaged: an exception would discard the text that has been read
-    and not returned."""
+def unpack(raw: str) -> tuple[list[str], str]:
+    """Return the lines that a line of a log contains, and why an error in it cannot be read.
 
-    damage: Exception | None = None
-
-    def read1(self, size: int = -1) -> bytes:
+    A record of JSON contains the strings that a program printed, and its other fields as one line;
+    another line contains itself.
+    """
+    lines: list[str] = []
+    end = 0
+    while found := _JSON.match(raw, end):
+        begin = found.start("record")
         try:
-            return super().read1(size)
-        except (OSError, EOFError, zlib.error) as error:
-            self.damage = error
-            return b""
-
-
-# Records of JSON, as collectors of logs write them: the ends of a record's parts, and the keys of
-# what a program printed. Each begins with a character that is searched for fast.
-_JSON = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\n]{1,80}"\s*:')
-_PART = re.compile(r'"(?<!\\"),\s*(?="[^"\s]{1,80}"\s*:)')
-_RECORD = re.compile(r"\},\s*(?=\{)")
-_FIELD = re.compile(r'[\s\[{,]*"[^"\s]{1,80}"\s*:')
-_PRINTED = re.compile(
-    r'"(?<![^\s\[{,]")'
-    r"(?i:(?:\w+[._])?(?:message|msg|log|text|line|event|stack(?:_?trace)?|exc(?:_info)?|exception"
-    r'|error|traceback))"\s*:\s*"'
-)
-_ENDS = re.compile(r'"(?<!\\")[\s\]}]*\Z')
-_NEWLINE = re.compile(r"\\+n")
-
-
-def _strings(text: str) -> Iterator[str]:
-    """Yield the lines of the strings in a text of JSON, which may be cut anywhere. A field that is
-    no output of a program stays as it is."""
-    for part in (part for record in _RECORD.split(text) for part in _PART.split(record)):
-        printed = _PRINTED.search(part)
-        fields = part[: printed.start()] if printed else part
-        if named := _FIELD.match(fields):
-            yield "{" + fields.lstrip("{")
-        if named and not printed:
-            continue
-        inner = _ENDS.sub("", part[printed.end() if printed else 0 :])
-        try:
-            inner = str(json.loads(f'"{inner}"', strict=False))
+            record, end = _DECODER.raw_decode(raw, begin)
         except ValueError:
-            inner = inner.replace('\\"', '"')
-        yield from filter(None, _NEWLINE.sub("\n", inner).split("\n"))
+            return [*lines, raw[begin:]], _BROKEN if _ERROR.search(raw, begin) else ""
+        lines += [line[:MAX_LINE] for line in _texts(record)]
+    if lines:
+        lines.append(raw[end:])
+    else:
+        lines = _GLUED.split(raw) if raw.count("[E") > 1 else [raw]
+    packed = (_PACKED_LINES.search(line) for line in lines if line[:1] != "{")
+    return lines, _PACKED if any(packed) else ""
 
 
-# The lines of a printed string, or list of strings, with a traceback.
-_BREAK = re.compile(r"""\\n(?:["'], *["'])?""")
-_GLUED = re.compile(r"(?<=\.)(?=(?:\[rank\d+\]:)?\[E[\d ])")  # two ranks wrote one line
-_ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quote)[,\]]*)?$""")
-
-
-def unescaped(raw: str) -> list[str]:
-    """Return a line; of JSON the lines of its strings, and of a printed list or string with a
-    traceback its lines."""
-    text = raw.strip()
-    if _JSON.match(text):
-        return list(_strings(text))
-    if "\\n" in raw and (HEADER in raw or '  File "' in raw.replace("\\", "")):
-        parts = _BREAK.split(text.replace('\\"', '"'))
-        return [element["text"] if (element := _ELEMENT.match(part)) else part for part in parts]
-    element = _ELEMENT.match(text) if text[:1] in "['\"" and text[-1:] in ",]" else None
-    if element:
-        return [element["text"]]
-    return _GLUED.split(raw) if raw.count("[E") > 1 else [raw]
-
-
-# A traceback on one line: its frames, and the beginning of its error. A second rank's may follow
-# without a space.
-_FRAMES = re.compile(r'\s*(File "[^"]+", line \d+(?:, in (?:<\w+>|[\w.]+))?)\s*')
-_HEADINGS = re.compile(rf"\s*({re.escape(HEADER)}:?|{'|'.join(CHAINED)})")
-_ERRORS = re.compile(
-    r"(?m)^(    .*?)((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}?(?:Error|Exception): )(.*?)(?:\2.*)?$"
-)
-
-
-def separated(line: Line) -> list[Line]:
-    """Return the lines of a traceback that stands on one line, or of those of several ranks; of
-    another line itself."""
-    text = line.text
-    if text == f"{HEADER}:" or (HEADER not in text and text.count('", line ') < 2):
-        return [line]
-    text = _HEADINGS.sub(r"\n\1", _FRAMES.sub(r"\n  \1\n    ", text))
-    texts = _ERRORS.sub(r"\1\n\2\3", text).split("\n")
-    return [replace(line, text=text) for text in texts if text.strip()]
+def _texts(record: dict[str, Any]) -> Iterator[str]:
+    fields = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _texts(value)
+        elif isinstance(value, str) and _PRINTED.fullmatch(key):
+            yield from filter(None, value.split("\n"))
+        else:
+            fields[key] = value
+    if fields:
+        yield json.dumps(fields)

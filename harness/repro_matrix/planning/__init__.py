@@ -1,1 +1,4 @@
-"""Cases x axes -> cells -> what fits this hardware, how, and in which order. Pure."""
+"""Turn cases and axes into cells, and decide what fits this hardware, how, and in which order.
+
+Pure.
+"""

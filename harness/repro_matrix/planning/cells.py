@@ -1,5 +1,7 @@
-"""Catalogue and selection -> cells, the hardware that each is measured on, and why a variant cannot
-run there. Pure."""
+"""Enumerate the cells of a selection, place them on hardware, and say what cannot run there.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from repro_kit.settings import first
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Strategy
@@ -35,8 +40,11 @@ _PLAIN = re.compile(r"[\w./:-]+")  # a value that needs no quotes in an override
 
 @dataclass(frozen=True)
 class Cell:
-    """case x model x strategy x flags x ranks x stack x hardware, and what else differs from the
-    case's file."""
+    """One entry of the matrix.
+
+    case x model x strategy x flags x ranks x stack x hardware, and what else differs from the
+    case's file.
+    """
 
     case: str
     model: str
@@ -45,14 +53,16 @@ class Cell:
     stack: str
     hardware: str
     ranks: int = 2
-    # What differs from the case's file: the number of ranks, the scale, the steps, a model's key
+    # Differences from the case's file: the number of ranks, the scale, the steps, a model's key
     # ...: "name=value".
     overrides: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """Its name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as
-        a path."""
+        """The name within one stack and hardware, safe as a path.
+
+        ``case/model-strategy[-name=value...]``
+        """
         parts = [f"{self.model}-{self.strategy}", *self.overrides, *_assignments(self.flags)]
         plain = "-".join(parts).replace('"', "")
         tail = re.sub(r"[^\w.=,+-]+", "_", plain)
@@ -80,7 +90,7 @@ def enumerate_cells(
 
     A case's file lists its models and strategies. With ``case`` left out or a glob, a selection
     narrows those lists; if it names the case, it replaces them: any model, and a strategy of its
-    file. ``overrides``: what the run's settings change in all of them (``overrides_of``).
+    file. ``overrides``: what the run's settings change in every cell (``overrides_of``).
     ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError for an unknown name, a
     strategy that a named case does not support, a flag that no selected case declares, or a value
     that a flag does not take.
@@ -147,8 +157,10 @@ def _cells_of(
 def _supported(
     catalogue: Catalogue, case: Case, names: Iterable[str], selection: Selection
 ) -> list[str]:
-    """Return the strategies that the case's file names, for itself or for a variant, and that take
-    the case's options. Raises ConfigError for another one that the selection names without *."""
+    """Return the strategies of the case's file, and of its variants, that take its options.
+
+    Raises ConfigError for another one that the selection gives without *.
+    """
     others = (
         catalogue.strategies[each.strategy] for each in case.variants.values() if each.strategy
     )
@@ -173,8 +185,10 @@ def _supported(
 def overrides_of(
     settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]
 ) -> tuple[str, ...]:
-    """Return what a run's settings change in a measurement: its results never replace the usual
-    ones."""
+    """Return what a run's settings change in a measurement.
+
+    Results of such a run never replace the usual ones.
+    """
     usual = RunSettings()
     names = [name for name in MEASUREMENT if getattr(settings, name) != getattr(usual, name)]
     values = [getattr(settings, name) for name in names]
@@ -211,8 +225,10 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
 
 
 def variants_of(case: Case, requested: list[str] | None) -> list[str]:
-    """Return the variants to run; always with the unfixed variant, without which a fix proves
-    nothing."""
+    """Return the variants to run, always with the unfixed one.
+
+    Without the unfixed variant a fix proves nothing.
+    """
     if not requested:
         return list(case.variants)
     first = next(iter(case.variants))
@@ -244,16 +260,17 @@ def place(
 
 
 def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | None:
-    """Return why the cell's first variant, without which the others prove nothing, cannot run on
-    the profile."""
+    """Return why the cell's first variant cannot run on the profile, or None.
+
+    Without it the other variants prove nothing.
+    """
     case = catalogue.cases[cell.case]
     variant = next(iter(case.variants.values()))
     ranks = variant.world_size or cell.ranks
     devices = 1 if profile.shared else first(variant.devices, case.launch.devices, ranks)
     strategy = catalogue.strategies[variant.strategy or cell.strategy]
-    if (
-        "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys()
-    ):  # the stack's releases are not known here
+    # the stack's releases are not known here
+    if "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys():
         return (
             f"strategy {strategy.slug} shares a GPU with some releases only: name"
             f" hardware={profile.name}"
@@ -265,8 +282,10 @@ def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | Non
 
 @dataclass(frozen=True)
 class Skip:
-    """Why a variant is not launched. ``reason``: for people. ``needs``: what would have to be
-    there, as declared (``torch>=2.4``, ``2 GPUs``)."""
+    """Why a variant is not launched.
+
+    ``needs``: what is missing, as declared (``torch>=2.4``, ``2 GPUs``).
+    """
 
     kind: SkipKind
     reason: str
@@ -279,8 +298,7 @@ class Skip:
 def unsuitable(
     case: Case, strategy: Strategy, settings: Mapping[str, Any], ranks: int, profile: Profile
 ) -> Iterator[Skip]:
-    """Yield each reason why a variant with these settings measures nothing, whatever the stack
-    has."""
+    """Yield each reason why a variant cannot run, whatever packages the stack has."""
     if ranks < case.min_ranks:
         yield Skip("ranks", f"needs at least {counted(case.min_ranks, 'rank')}; ranks={ranks}")
     elif ranks != case.launch.world_size and not case.supports_other_world_sizes:
@@ -341,9 +359,6 @@ def wrong_hardware(
 
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     """Describe a requirement that the versions do not meet; None when they do."""
-    from packaging.requirements import Requirement
-    from packaging.version import InvalidVersion, Version
-
     requirement = Requirement(text)
     have = versions.get(requirement.name) or versions.get(requirement.name.replace("_", "-"))
     if have is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.schema import AdhocCase, Case, StrategyMemory, Variant
+from repro_matrix.config.schema import AdhocCase, Case, Strategy, StrategyMemory
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
@@ -28,11 +28,19 @@ TINY = GIB  # of a rank with a tiny model on a GPU, beyond its context
 # for its connections.
 BASE = 435 * MIB
 TOKENS = 32  # of one rank's batch (repros/repro_kit/models.py): two sequences of 16
-# A backward keeps so many elements for each token: per layer so many times its width, and of the
-# logits so many times the vocabulary. Within 7 % of what torch 2.13 keeps of Qwen 1.5 and Llama 2.
+# Elements that a backward keeps for each token: this multiple of a layer's width, and of the
+# vocabulary for the logits. Within 7 % of what torch 2.13 keeps of Qwen 1.5 and Llama 2.
 OF_WIDTH, OF_VOCABULARY = 26, 6
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+)
+BYTES = {"float32": 4, "float64": 8}  # others: 2
 
-# Where a single process computes the reference (repro_kit/reference_checks.py), the first that
+# How a single process computes the reference (repro_kit/reference_checks.py), the first that
 # fits: its two runs each on a device, side by side on the host, one after the other, or with the
 # weights on disk.
 REFERENCES = ("device", "host", "turns", "layers")
@@ -52,63 +60,54 @@ class ModelSizes:
     """The sizes of a model in elements."""
 
     element: int  # bytes of one element
-    layers: int
-    layer: int
-    width: int
+    parameters: int
+    layer: int  # parameters of one layer
+    root: int  # parameters outside the layers
     embedding: int  # the largest parameter
     tied: bool
-    vocabulary: int
+    token: int  # that a backward keeps for each token
     trained: float = 1.0  # share of the parameters
-    checkpointing: bool = False
-
-    @property
-    def root(self) -> int:
-        """The parameters outside the layers."""
-        return self.embedding * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer + self.root
 
     def activation_bytes(self, batches: int) -> int:
         """Return the bytes that the backward needs. A tied embedding has two gradients at first."""
-        widths = self.layers + OF_WIDTH if self.checkpointing else self.layers * OF_WIDTH
-        token = widths * self.width + OF_VOCABULARY * self.vocabulary
         gradients = 2 * self.embedding if self.tied else 0
-        return self.element * max(batches * TOKENS * token, gradients)
+        return self.element * max(batches * TOKENS * self.token, gradients)
 
 
 def model_sizes(settings: Mapping[str, Any]) -> ModelSizes | None:
-    """Return the sizes of a variant's model; None where its configuration does not show them."""
+    """Return the sizes of a variant's model; None if its configuration does not show them."""
     flags, model = settings["flags"], settings["model"]
-    config, dtype = model["config"], flags.get("dtype") or flags.get("base") or "float32"
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-    if "num_attention_heads" not in config or not config.keys() >= set(keys):
-        return None
+    config = model["config"]
     if any("expert" in key for key in config):
         return None
-    width, inner, layers, vocabulary = (config[key] for key in keys)
-    heads = config["num_attention_heads"]
+    try:
+        width, inner, layers, vocabulary, heads = (config[key] for key in SIZES)
+    except KeyError:
+        return None
     head = config.get("head_dim") or config.get("kv_channels") or width // heads
     attention = 2 * width * head * (heads + config.get("num_key_value_heads", heads))
     # Qwen's first generation divides intermediate_size between two of its three matrices.
     matrices = 1.5 if model["model_type"] == "qwen" else 3
+    layer = attention + round(matrices * width * inner)
+    embedding, tied = vocabulary * width, bool(config.get("tie_word_embeddings"))
+    root = embedding if tied else 2 * embedding
+    # Checkpointing keeps the input of every layer, and the rest of one.
+    widths = layers + OF_WIDTH if flags.get("checkpointing") else layers * OF_WIDTH
     return ModelSizes(
-        element={"float32": 4, "float64": 8}.get(dtype, 2),
-        layers=layers,
-        layer=attention + round(matrices * width * inner),
-        width=width,
-        embedding=vocabulary * width,
-        tied=bool(config.get("tie_word_embeddings")),
-        vocabulary=vocabulary,
+        BYTES.get(flags.get("dtype") or flags.get("base") or "float32", 2),
+        layers * layer + root,
+        layer,
+        root,
+        embedding,
+        tied,
+        widths * width + OF_VOCABULARY * vocabulary,
         trained=0.01 if flags.get("lora") else 1.0,
-        checkpointing=bool(flags.get("checkpointing")),
     )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is run. ``copies``: whole models that the script keeps beside it."""
+    """How a model is run. ``copies``: further whole models that the script keeps."""
 
     memory: StrategyMemory
     ranks: int
@@ -116,7 +115,6 @@ class Layout:
     place: Literal["cpu", "cuda"] = "cpu"
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
-    reference: str = "host"  # one of REFERENCES, or "none"
 
 
 @dataclass(frozen=True)
@@ -152,20 +150,20 @@ def describe_parts(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for size, name in shown if size >= least)
 
 
-def plan(sizes: ModelSizes, layout: Layout) -> MemoryPlan:
+def plan(sizes: ModelSizes, layout: Layout, reference: str) -> MemoryPlan:
     """Return what one attempt needs: while it trains, or while it computes the reference."""
-    work, reference = _work(sizes, layout), _reference(sizes, layout)
+    work, single = _work(sizes, layout), _reference(sizes, layout.ranks, reference)
     base = {"base": BASE, "copies": layout.copies * sizes.element * sizes.parameters}
     device: dict[str, int] = {}
     if layout.place == "cuda":
         base["base"] += CUDA_HOST
-        on_device = layout.reference in ("device", "layers")
-        device = {"context": CONTEXT, **max(work, reference if on_device else {}, key=total)}
+        on_device = reference in ("device", "layers")
+        device = {"context": CONTEXT, **max(work, single if on_device else {}, key=total)}
         work = {"compared": 2 * sizes.element * sizes.embedding}
-        reference = {} if on_device else reference
-    runs = min(1 if layout.reference in ONCE else 2, layout.ranks)
-    node = max(layout.ranks * total(work), runs * total(reference))
-    host = {**base, **max(work, reference, key=total)}
+        single = {} if on_device else single
+    runs = min(1 if reference in ONCE else 2, layout.ranks)
+    node = max(layout.ranks * total(work), runs * total(single))
+    host = {**base, **max(work, single, key=total)}
     return MemoryPlan(host, layout.ranks * total(base) + node, device)
 
 
@@ -175,35 +173,35 @@ def _work(sizes: ModelSizes, layout: Layout) -> dict[str, int]:
     units: FSDP and ZeRO-3 gather the parameters outside the layers with their gradients, and two
     layers with one gradient. compared: what is gathered to compare it with the reference.
     """
-    held, memory = sizes.element * sizes.parameters // layout.shards, layout.memory
+    memory, whole = layout.memory, sizes.element * sizes.parameters
     trained = sizes.trained if layout.trains else 0.0
+    held = whole // layout.shards
     others = round(held * (memory.weights - 1) * trained)
+    if layout.copies:  # the script builds each of its models whole
+        held = max(held, whole - others)
+    optimizer = memory.optimizer_bytes * sizes.parameters * sizes.trained / layout.ranks
     units = sizes.root * (1 + trained) + sizes.layer * (2 + trained)
     compared = max(sizes.layer, sizes.root) + 2 * sizes.embedding
-    if layout.copies:  # the script builds each of its models whole
-        held = max(held, sizes.element * sizes.parameters - others)
     return {
         "weights": held,
         "gradients and copies": others,
-        "optimizer": round(
-            memory.optimizer_bytes * sizes.parameters * sizes.trained / layout.ranks
-        ),
+        "optimizer": round(optimizer),
         "units": round(sizes.element * units) if memory.gathers and layout.shards > 1 else 0,
         "activations": sizes.activation_bytes(1),
         "compared": sizes.element * compared if layout.trains else 0,
     }
 
 
-def _reference(sizes: ModelSizes, layout: Layout) -> dict[str, int]:
+def _reference(sizes: ModelSizes, ranks: int, reference: str) -> dict[str, int]:
     """Return what the single process needs: the whole model, on the batches of all ranks.
 
     It uses each gradient as soon as it has it. With ``layers`` its weights are on disk.
     """
-    if layout.reference == "none":
+    if reference == "none":
         return {}
-    weights = 2 * sizes.embedding if layout.reference == "layers" else sizes.parameters
+    weights = 2 * sizes.embedding if reference == "layers" else sizes.parameters
     gradient = sizes.embedding * (2 if sizes.tied else 1) if sizes.trained == 1 else 0
-    work = sizes.element * gradient + sizes.activation_bytes(layout.ranks)
+    work = sizes.element * gradient + sizes.activation_bytes(ranks)
     compared = sizes.embedding * (2 * sizes.element + 8)
     return {"reference": sizes.element * weights + max(work, compared)}
 
@@ -212,10 +210,9 @@ def choose_reference(
     sizes: ModelSizes, layout: Layout, profile: Profile, machine: Machine
 ) -> tuple[MemoryPlan, str]:
     """Return the plan whose reference fits first, or needs least; and where that is computed."""
-    if layout.reference == "none":
-        return plan(sizes, layout), "none"
-    for reference in REFERENCES[0 if layout.place == "cuda" else 1 :]:
-        found = plan(sizes, replace(layout, reference=reference))
+    places = ["none"] if layout.copies else REFERENCES[layout.place == "cpu" :]
+    for reference in places:
+        found = plan(sizes, layout, reference)
         if too_much(found, layout.ranks, profile, machine) is None:
             break
     return found, reference
@@ -223,7 +220,7 @@ def choose_reference(
 
 def too_much(need: MemoryPlan, ranks: int, profile: Profile, machine: Machine) -> str | None:
     """Return why an attempt does not fit, with the numbers; None: it fits."""
-    if need.device and profile.gpus:
+    if need.device:
         smallest = min(profile.gpus, key=lambda gpu: gpu.memory_mb)
         sharing = ranks if profile.shared else 1
         if need.device_rank * sharing > smallest.memory_mb * MIB:
@@ -235,46 +232,38 @@ def too_much(need: MemoryPlan, ranks: int, profile: Profile, machine: Machine) -
     free = machine.memory_gb if machine.free_gb is None else machine.free_gb
     if need.host_node <= free * GIB:
         return None
-    have = "" if machine.free_gb is None else f", of which {free:.4g} are free"
     needed = f"needs {need.host_node / GIB:.1f} GiB on the host for {counted(ranks, 'rank')}"
     parts = f"the fullest: {describe_parts(need.host)}"
-    return f"{needed} ({parts}); this machine has {machine.memory_gb:.4g}{have}"
-
-
-def expected_seconds(sizes: ModelSizes, layout: Layout, cores: int) -> float:
-    """Return roughly how long one attempt takes on an idle machine, in proportion to the model."""
-    work = max(1.0, layout.ranks / max(cores, 1))
-    work += layout.ranks / 2 * SLOWER.get(layout.reference, 1)
-    return START_S + sizes.parameters * SECONDS[layout.place] * work
+    have = f"this machine has {machine.memory_gb:.4g}, of which {free:.4g} are free"
+    return f"{needed} ({parts}); {have}"
 
 
 def add_memory(
     cell: CellPlan, catalogue: Catalogue, machine: Machine, deadline: float | None = None
 ) -> tuple[CellPlan, set[str]]:
-    """Return the cell with what its variants need, and why that is unknown of some.
+    """Return the cell with what its variants need, and why that is unknown for some.
 
-    A variant that cannot fit is skipped; all are where that is the first one. ``deadline``: the
-    user's own, which has no upper limit.
+    A variant that cannot fit is skipped; if it is the first one, all variants are. ``deadline``:
+    the user's own, which has no upper limit.
     """
-    case, unknown, variants = catalogue.cases[cell.cell.case], set(), []
+    case, notes, variants = catalogue.cases[cell.cell.case], set(), []
     for variant in cell.variants:
         planned = variant
         # Fake tensors have no data: a simulated case has no weights.
         if variant.settings["model"]["scale"] == "full" and not variant.skip and not case.simulated:
             sizes = model_sizes(variant.settings)
-            slug = variant.settings["strategy"]["slug"]
-            memory = catalogue.strategies[slug].memory
-            if sizes is None:
-                unknown.add(f"model {variant.settings['model']['slug']}: its configuration")
-            elif memory is None:
-                unknown.add(f"strategy {slug}: its file has no `memory`, which")
-            else:
-                layout = _layout(variant, case, memory, cell.profile, catalogue)
+            strategy = catalogue.strategies[variant.settings["strategy"]["slug"]]
+            if sizes and strategy.memory:
+                layout = _layout(variant, case, strategy, strategy.memory, cell.profile)
                 planned = _with_memory(variant, sizes, layout, cell.profile, machine)
+            else:
+                why = f"strategy {strategy.slug}: its file has no `memory`, which"
+                if not sizes:
+                    why = f"model {variant.settings['model']['slug']}: its configuration"
+                notes.add(f"{why} does not show what memory it needs. Nothing is skipped.")
         limit = deadline or min(planned.deadline, GPU_DEADLINE_S if planned.gpus else math.inf)
         share = _share_mb(planned, case, cell.profile)
         variants.append(replace(planned, deadline=limit, share_mb=share))
-    notes = {f"{why} does not show what memory it needs. Nothing is skipped." for why in unknown}
     return replace(cell, variants=skip_with_first(variants)), notes
 
 
@@ -287,25 +276,20 @@ def _share_mb(variant: VariantPlan, case: Case, profile: Profile) -> int:
 
 
 def _layout(
-    variant: VariantPlan, case: Case, memory: StrategyMemory, profile: Profile, catalogue: Catalogue
+    variant: VariantPlan, case: Case, strategy: Strategy, memory: StrategyMemory, profile: Profile
 ) -> Layout:
-    ranks, kind = variant.settings["world_size"], case.pass_criteria.kind
-    strategy = catalogue.strategies[variant.settings["strategy"]["slug"]]
-    changed: Variant = case.variants[variant.variant]
-    held = (changed.invariants or strategy.invariants).parameters or strategy.invariants.parameters
+    ranks = variant.settings["world_size"]
+    changed = case.variants[variant.variant].invariants or strategy.invariants
     options = variant.settings["strategy"].get("options") or {}
-    replicas = max(
-        (values.get(str(options.get(name)), 1) for name, values in strategy.replicas.items()),
-        default=1,
-    )
+    replicas = [each.get(str(options.get(key)), 1) for key, each in strategy.replicas.items()]
+    whole = (changed.parameters or strategy.invariants.parameters) not in ("shard", "part")
     return Layout(
         memory,
         ranks,
-        shards=max(ranks // replicas, 1) if held in ("shard", "part") else 1,
+        shards=1 if whole else max(ranks // max(replicas, default=1), 1),
         place="cuda" if profile.accelerator == "cuda" else "cpu",
         copies=case.reference_models,
-        trains=kind not in ("inference", "generating"),
-        reference="none" if case.reference_models else "host",
+        trains=case.pass_criteria.kind not in ("inference", "generating"),
     )
 
 
@@ -314,7 +298,9 @@ def _with_memory(
 ) -> VariantPlan:
     need, reference = choose_reference(sizes, layout, profile, machine)
     reason = too_much(need, layout.ranks, profile, machine)
-    seconds = expected_seconds(sizes, replace(layout, reference=reference), machine.cores)
+    # Roughly how long one attempt takes on an idle machine, in proportion to the model.
+    work = max(1.0, layout.ranks / machine.cores) + layout.ranks / 2 * SLOWER.get(reference, 1)
+    seconds = START_S + sizes.parameters * SECONDS[layout.place] * work
     settings = variant.settings
     if reference != "none":
         settings = {**settings, "reference": reference}

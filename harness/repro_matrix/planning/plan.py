@@ -1,5 +1,7 @@
-"""Cells -> what is launched, and what is skipped with which reason; the cells of one shard.
-Pure."""
+"""Plan what is launched for each cell, what is skipped and why, and the cells of a shard.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,8 @@ class VariantPlan:
     skip: Skip | None
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known
-    share_mb: int = (
-        0  # of a GPU on which other attempts may run at the same time; 0: it needs its GPUs alone
-    )
+    # of a GPU on which other attempts may run at the same time; 0: it needs its GPUs alone
+    share_mb: int = 0
     expected_s: float | None = None  # how long it takes at full size, roughly
     code: str = ""  # what its ranks execute, hashed when it was planned
 
@@ -69,8 +70,7 @@ class CellPlan:
 
     @property
     def skipped(self) -> str | None:
-        """The reason when nothing of the cell runs: that of its first variant, without which the
-        rest proves nothing."""
+        """The reason when nothing of the cell runs: that of its first variant."""
         return self.variants[0].skipped
 
 
@@ -190,31 +190,32 @@ class Planner:
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
         failed = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
-        broken = {
-            name: f"{name}, which does not import with a GPU visible: {error}"
-            for name, error in failed.items()
-        }
-        versions = {name: version for name, version in stack.versions.items() if name not in broken}
-        missing = {**stack.missing, **broken}
+        missing = dict(stack.missing)
+        for name, error in failed.items():
+            missing[name] = f"{name}, which does not import with a GPU visible: {error}"
+        versions = {name: version for name, version in stack.versions.items() if name not in failed}
         unmet = {item: text for item in needed if (text := unmet_requirement(item, versions))}
         if not unmet:
             return None
-        unusable = {
-            item: missing[name] for item in unmet if (name := Requirement(item).name) in missing
-        }
-        reasons = ", ".join(dict.fromkeys((unmet | unusable).values()))
-        other = case.requires.stack if case.requires.stack != stack.name else None
-        why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
-        reason = f"stack {stack.name}: on {profile.kinds[-1]} needs {reasons}"
-        reason += (f"; needs stack {other}" if other else "") + (f" ({why})" if why else "")
+        unusable = {name for item in unmet if (name := Requirement(item).name) in missing}
+        texts = [missing.get(Requirement(item).name, text) for item, text in unmet.items()]
+        reason = (
+            f"stack {stack.name}: on {profile.kinds[-1]} needs {', '.join(dict.fromkeys(texts))}"
+        )
+        if case.requires.stack not in (None, stack.name):
+            reason += f"; needs stack {case.requires.stack}"
+        if case.requires.reason and unmet.keys() & set(case.requires.packages):
+            reason += f" ({case.requires.reason})"
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
 
 
 def needs(
     case: Case, variant: Variant, model: Model, strategy: Strategy, kinds: Sequence[str]
 ) -> list[str]:
-    """Return the packages that a variant declares, with its model and its strategy, on hardware of
-    these kinds."""
+    """Return the packages that a variant needs on hardware of these kinds.
+
+    With those of its case, its model and its strategy.
+    """
     return [
         *case.requires.packages,
         *variant.needs_on(*kinds),
@@ -230,8 +231,10 @@ def no_torch(stack: Stack) -> str:
 
 
 def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:
-    """Skip all variants where the first one is skipped: without the unfixed variant a fix proves
-    nothing."""
+    """Skip all variants if the first one is skipped.
+
+    Without the unfixed variant a fix proves nothing.
+    """
     first = variants[0].skip
     return tuple(variant if variant.skip else replace(variant, skip=first) for variant in variants)
 
@@ -241,8 +244,10 @@ def newer_release(stack: str) -> str:
 
 
 def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> VariantPlan:
-    """Skip a variant that the selection makes equal to the unfixed one (`four-ranks` with ranks=4):
-    it proves nothing."""
+    """Skip a variant that the selection makes equal to the unfixed one.
+
+    ``four-ranks`` with ranks=4 proves nothing.
+    """
     equal = {
         **variant.settings,
         "variant": unfixed.variant,
@@ -261,8 +266,10 @@ def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> Var
 def fingerprint(
     settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile
 ) -> str:
-    """Hash what a variant's result depends on: a recorded attempt with the same fingerprint need
-    not run again."""
+    """Hash what a variant's result depends on.
+
+    A recorded attempt with the same fingerprint need not run again.
+    """
     gpus = [gpu.name for gpu in profile.gpus]
     text = json.dumps(
         [settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True
@@ -281,7 +288,10 @@ Shard = tuple[int, int]  # its number, from 1, and how many there are
 
 
 def parse_shard(text: str | None) -> Shard | None:
-    """``2/8`` -> (2, 8). Raises ConfigError."""
+    """Parse ``2/8`` into (2, 8).
+
+    Raises ConfigError.
+    """
     if text is None:
         return None
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", str(text))
@@ -292,8 +302,10 @@ def parse_shard(text: str | None) -> Shard | None:
 
 
 def select_shard(cells: Sequence[Cell], shard: Shard, seconds: Mapping[Cell, float]) -> list[Cell]:
-    """Return this shard's cells, in their order. Raises ConfigError where there are more shards
-    than cells."""
+    """Return this shard's cells, in their order.
+
+    Raises ConfigError if there are more shards than cells.
+    """
     number, count = shard
     if count > len(cells):
         raise ConfigError(

@@ -1,5 +1,8 @@
-"""Results for other programs and for GitHub: JUnit XML, Markdown, issues and JSON. Pure: cells ->
-text."""
+"""Write results in the formats of `repro report`, and as an issue of a nightly run.
+
+To add a format, write a function that takes ``Results`` and returns text, and list it in
+``FORMATS``, or in an entry point of the group ``repro_matrix.report_formats``.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
-from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.baseline.derivation import is_unanswered
 from repro_matrix.changes.diff import KINDS, Change, describe_row
 from repro_matrix.changes.regressions import ChangedCase
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.attention import NOTHING
 from repro_matrix.report.headline import Headline
+from repro_matrix.report.load import Remarks, Results
 from repro_matrix.report.page_model import CellView, row_label
-from repro_matrix.report.result_lines import detail_lines
+from repro_matrix.report.result_lines import detail_lines, result_lines
+from repro_matrix.report.terminal import columns
 from repro_matrix.results.rows import Row
 from repro_matrix.text import block, counted, line, list_some
 
@@ -28,21 +32,8 @@ MOST = 60_000  # bytes of Markdown: GitHub takes 65,536 for an issue or a commen
 MOST_LISTED = 40  # items of a list
 
 
-@dataclass(frozen=True)
-class Remarks:
-    """What a report must say beside its rows. ``damaged``: evidence that cannot be read;
-    ``incomplete``: runs that were interrupted and cases that cannot be graded; ``expired``: entries
-    of the quarantine whose date has passed;
-    ``notes``: everything else."""
-
-    damaged: Sequence[str] = ()
-    incomplete: Sequence[str] = ()
-    expired: Sequence[str] = ()
-    notes: Sequence[str] = ()
-
-    @property
-    def all(self) -> list[str]:
-        return [*self.expired, *self.incomplete, *self.damaged, *self.notes]
+# Another distribution adds a format by an entry point of this group: a function that takes Results.
+GROUP = "repro_matrix.report_formats"
 
 
 # Rows as records
@@ -85,38 +76,31 @@ def variant_record(cell: CellView, row: Row) -> dict[str, Any]:
     }
 
 
-def report_to_json(
-    cells: Sequence[CellView],
-    head: Headline,
-    claims: Sequence[ClaimRow],
-    folders: Sequence[str],
-    created: str,
-    remarks: Remarks,
-) -> str:
+def report_to_json(found: Results) -> str:
     """Return the headline, the rows, the claims and the remarks as JSON."""
+    rows = [(cell, row) for cell in found.cells for row in cell.rows]
+    claims = [
+        {
+            "case": one.case,
+            "id": one.id,
+            "text": one.text,
+            "source": one.source,
+            "status": one.status,
+            "detail": line(one.detail, 1000),
+            "measurements": len(one.evidence),
+        }
+        for one in found.claims
+    ]
     value = {
         "schema": SCHEMA,
-        "made": created,
-        "results": list(folders),
-        "headline": head.to_json(),
-        "counts": dict(
-            Counter(row_label(row).name for cell in cells for row in cell.rows).most_common()
-        ),
-        "rows": [variant_record(cell, row) for cell in cells for row in cell.rows],
-        "claims": [
-            {
-                "case": one.case,
-                "id": one.id,
-                "text": one.text,
-                "source": one.source,
-                "status": one.status,
-                "detail": line(one.detail, 1000),
-                "measurements": len(one.evidence),
-            }
-            for one in claims
-        ],
-        "unread": [line(text, 1000) for text in remarks.damaged],
-        "notes": [line(text, 1000) for text in remarks.all],
+        "made": found.created,
+        "results": [str(folder) for folder in found.folders],
+        "headline": found.headline.to_json(),
+        "counts": dict(Counter(row_label(row).name for _, row in rows).most_common()),
+        "rows": [variant_record(cell, row) for cell, row in rows],
+        "claims": claims,
+        "unread": [line(text, 1000) for text in found.remarks.damaged],
+        "notes": [line(text, 1000) for text in found.remarks.all],
     }
     return json.dumps(value, indent=1) + "\n"
 
@@ -125,13 +109,12 @@ def report_to_json(
 
 
 def to_junit(cells: Sequence[CellView], head: Headline, remarks: Remarks) -> str:
-    """Return a suite for each case and a test case for each variant. The suite ``headline`` has its
-    sentences.
+    """Return a suite for each case and a test case for each variant.
 
     A variant that differs from its expectation is a failure. A documented fix that fails without an
     expectation, infrastructure and evidence that cannot be read are errors. What was not measured
-    or is quarantined is skipped. The suite ``results`` has an error for each damaged file and each
-    interrupted run.
+    or is quarantined is skipped. The suite ``headline`` has its sentences. The suite ``results``
+    has an error for each damaged file and each interrupted run.
     """
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
@@ -159,25 +142,18 @@ def _test_case(cell: CellView, row: Row) -> Any:
     name = f"{row.model}/{row.strategy} {cell.flags}".strip()
     group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
     test = TestCase(f"{line(name)} {row.variant}", group, row.wall_s or 0.0)
-    no_reason = "" if row.attempts else "the run ended before its first attempt did"
-    verdict, reason, command = (
-        row_label(row).name,
-        line(row.reason or no_reason, 1000),
-        shlex.join(row.command),
-    )
-    errors = "\n\n".join(
-        [_error_text(row, index) for index in range(len(row.errors))] + [block(command)]
-    )
+    verdict, command = row_label(row).name, shlex.join(row.command)
+    reason = line(row.reason, 1000)
     if not row.attempts:
+        reason = reason or "the run ended before its first attempt did"
         test.result = [Skipped(reason)]
     elif row.state == "quarantined":
-        test.result = [
-            Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))
-        ]
+        text = f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})"
+        test.result = [Skipped(line(text, 1000))]
     elif row.state in NOT_GREEN or row.no_evidence or is_unanswered(row):
         text = line(f"{row.difference}: {row.reason}", 1000) if row.state in NOT_GREEN else reason
         test.result = [(Failure if row.state == "unexpected" else Error)(text, verdict)]
-        test.result[0].text = errors
+        test.result[0].text = "\n\n".join([*map(_error_text, row.errors), block(command)])
     note = f" ({row.note})" if row.note else ""
     out = [
         f"verdict: {verdict}",
@@ -191,38 +167,28 @@ def _test_case(cell: CellView, row: Row) -> Any:
     return test
 
 
-def _error_text(row: Row, index: int) -> str:
-    error = row.errors[index]
-    head = f"ranks {', '.join(map(str, error['ranks']))}: {error['ended']}"
-    return block(
-        "\n".join(
-            filter(
-                None,
-                (
-                    head,
-                    f"{error['type']}: {error['message']}" if error["type"] else "",
-                    error["log"],
-                ),
-            )
-        ),
-        4000,
-    )
+def _error_text(error: Mapping[str, Any]) -> str:
+    parts = [f"ranks {', '.join(map(str, error['ranks']))}: {error['ended']}"]
+    if error["type"]:
+        parts.append(f"{error['type']}: {error['message']}")
+    parts.append(error["log"])
+    return block("\n".join(filter(None, parts)), 4000)
 
 
 # Markdown
 
 
 def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
-    """Return a summary for a job or a comment, what needs attention first, of at most ``MOST``
-    bytes."""
-    out = [f"## {escape(title)}"]
+    """Return a summary for a job or a comment, of at most ``MOST`` bytes."""
     texts = (*remarks.incomplete, *remarks.expired, *remarks.damaged)
-    out += [list_some([f"- **{escape(text)}**" for text in texts], MOST_LISTED, "\n")]
-    out += [
-        "\n".join(
-            f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
-            for name, facts in head.answers.items()
-        )
+    answers = [
+        f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
+        for name, facts in head.answers.items()
+    ]
+    out = [
+        f"## {escape(title)}",
+        list_some([f"- **{escape(text)}**" for text in texts], MOST_LISTED, "\n"),
+        "\n".join(answers),
     ]
     text = "\n".join(detail_lines(head)).strip("\n")
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
@@ -245,6 +211,42 @@ def escape(text: str, most: int = 200) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, most))
 
 
+# The registry
+
+
+def to_html(found: Results) -> str:
+    """Return the page."""
+    from repro_matrix.report.page import page_of, render_file  # imports Jinja
+
+    return render_file(page_of(found))
+
+
+def to_text(found: Results) -> str:
+    """Return all lines for a terminal."""
+    lines = result_lines(found.headline, columns(), everything=True)
+    return "\n".join([*found.remarks.all, *lines]) + "\n"
+
+
+Format = Callable[[Results], str]
+FORMATS: dict[str, Format] = {
+    "html": to_html,
+    "text": to_text,
+    "junit": lambda found: to_junit(found.cells, found.headline, found.remarks),
+    "markdown": lambda found: to_markdown(found.headline, found.title, found.remarks),
+    "json": report_to_json,
+}
+
+
+def format_names() -> list[str]:
+    """Return the names of all formats: ours, and those of installed distributions."""
+    return [*FORMATS, *(entry_points(group=GROUP).names - FORMATS.keys())]
+
+
+def find_format(name: str) -> Format:
+    """Return a format by its name. Raises KeyError."""
+    return FORMATS[name] if name in FORMATS else entry_points(group=GROUP)[name].load()
+
+
 # Issues
 
 
@@ -254,17 +256,19 @@ def to_issue(
     link: str = "",
     bisections: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
-    """Describe a case's changes on all stacks: a title, and Markdown that begins with it. By the
-    last line a closed issue acknowledges the change. ``bisections``: stack -> the report, or why
-    there is none."""
+    """Return the title and the Markdown of an issue about a case's changes on all stacks.
+
+    The last line lets a closed issue acknowledge the change. ``bisections``: stack -> the report,
+    or why there is none.
+    """
     case = changed[0].case
     changes = sorted(
         (change for each in changed for change in each.changes),
         key=lambda c: list(KINDS).index(c.kind),
     )
-    title = f"{case}: {changes[0].kind}" + (
-        f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-    )
+    title = f"{case}: {changes[0].kind}"
+    if len(changes) > 1:
+        title += f" and {len(changes) - 1} more"
     count = counted(len(changes), "result")
     parts = [
         f"Nightly run {escape(run_id)}: {count} of **{escape(case)}** changed since the last"
@@ -296,7 +300,7 @@ def to_issue(
 def _change(change: Change) -> str:
     row = change.row
     return (
-        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant"
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware.profile)}, variant"
         f" **{escape(change.variant)}**: {change.kind} ({KINDS[change.kind]})\n  - before:"
         f" {code(describe_row(change.before))}\n  - now: {code(describe_row(change.after))}"
     )

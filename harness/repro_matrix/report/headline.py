@@ -1,5 +1,4 @@
-"""The headline of results, in the order in which a reader needs it: how many known failures
-reproduce, whether the documented fixes work, what changed, what was not measured. Pure.
+"""Say in a few sentences what results show, in the order in which a reader needs it. Pure.
 
 The terminal, the page, JUnit, Markdown and the badge all take their words and numbers from here.
 """
@@ -14,24 +13,20 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
-from repro_matrix.baseline.derivation import is_unanswered
-from repro_matrix.changes.history import place_of
 from repro_matrix.changes.missing import lost_results
 from repro_matrix.changes.regressions import Regressions
-from repro_matrix.changes.sides import from_row
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.records.outcome import CONFIRMED, NOTHING_STORED
-from repro_matrix.report.attention import Attention, Kind, attention
+from repro_matrix.report.attention import Kind, attention
 from repro_matrix.report.case_status import (
     CASE_STATES,
     GONE,
-    CaseState,
-    CaseStatus,
     age,
     case_status,
     is_failing_fix,
 )
+from repro_matrix.report.counts import ResultCounts
 from repro_matrix.report.terminal import label
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, list_some
@@ -62,97 +57,8 @@ class Fact:
     urgent: bool = False
 
 
-@dataclass(frozen=True)
-class Headline:
-    """``since``: the comparison with the last passing runs. ``previous``: the one of them that is
-    named; "" where there is none, which ``no_previous`` explains of other results than a run's.
-    ``lost``: variants that it, or a passing run before it, has a result of, and these results have
-    none. ``unselected``: known failures of the catalog that are not among the rows."""
-
-    rows: Sequence[Row]
-    cases: Sequence[CaseStatus]
-    attention: Sequence[Attention]
-    since: Regressions
-    previous: str = ""
-    lost: tuple[str, ...] = ()
-    no_previous: str = ""
-    unselected: int = 0
-    incomplete: str = ""  # why less is here than was measured or requested
-
-    # What is counted
-
-    def count(self, *states: CaseState) -> int:
-        return sum(each.state in states for each in self.cases)
-
-    @cached_property
-    def failures(self) -> int:
-        """Known failures with a result."""
-        return self.count("reproduces", "fixed", "absent", "other_failure", "unclear")
-
-    @cached_property
-    def kinds(self) -> Counter[Kind]:
-        """Numbers of variants that need attention, over all cells; of cases for failures that came
-        back."""
-        rows = [(each.kind, row) for each in self.attention for row in each.rows]
-        return Counter(
-            kind
-            for kind, *_ in {
-                (kind, row.case, row.variant * (kind != "came_back")) for kind, row in rows
-            }
-        )
-
-    @cached_property
-    def fixes(self) -> tuple[int, int]:
-        """Documented fixes that work, and all that were measured where the failure reproduces."""
-        works = sum(len(each.fixes) for each in self.cases)
-        return works, works + sum(len(each.failing) for each in self.cases)
-
-    @cached_property
-    def unmeasured_fixes(self) -> int:
-        return sum(len(each.unmeasured) for each in self.cases)
-
-    @cached_property
-    def new(self) -> list[Row]:
-        """Measured variants with a verdict that have neither an expectation nor a prediction."""
-        return [
-            row
-            for row in self.rows
-            if row.attempts
-            and row.verdict
-            and row.state == "no_expectation"
-            and row.verdict != "FLAKY"
-            and not is_unanswered(row)
-        ]
-
-    @cached_property
-    def possible(self) -> list[Row]:
-        """Results as in one of the nearest measured releases, which disagree."""
-        return [row for row in self.rows if row.state == "possible"]
-
-    @cached_property
-    def near(self) -> list[Row]:
-        """Results that the nearest measured releases say something of."""
-        return [row for row in self.rows if row.nearest]
-
-    @cached_property
-    def flaky(self) -> list[Row]:
-        """Variants whose attempts disagree: an expectation cannot confirm them."""
-        return [
-            row for row in self.rows if row.verdict == "FLAKY" and row.state == "no_expectation"
-        ]
-
-    @cached_property
-    def unanswered(self) -> list[Row]:
-        """Variants that ran and gave no evidence; what an expectation accepts is left out."""
-        return [row for row in self.rows if is_unanswered(row)]
-
-    @cached_property
-    def skipped(self) -> list[Row]:
-        """Variants of cells that were launched on no stack."""
-        launched = {(row.cell_id, row.variant) for row in self.rows if row.attempts}
-        return [
-            row for row in self.rows if row.reason and (row.cell_id, row.variant) not in launched
-        ]
+class Headline(ResultCounts):
+    """The sentences about results, which every format uses."""
 
     @cached_property
     def differences(self) -> list[str]:
@@ -167,31 +73,13 @@ class Headline:
         found = ((self.kinds[kind], *text) for kind, text in names.items())
         return [f"{counted(number, what)} {how}".strip() for number, what, how in found if number]
 
-    @property
-    def changes(self) -> int:
-        """Number of results that changed since the last passing run."""
-        return sum(len(each.changes) for each in self.since.changed)
-
-    @cached_property
-    def stopped(self) -> list[str]:
-        """Documented fixes that stopped working."""
-        return self._of_kind("stopped_working")
-
-    @cached_property
-    def failing_fixes(self) -> list[str]:
-        """Documented fixes that do not work, of which nothing is stored."""
-        return self._of_kind("differs_from_documentation")
-
-    def _of_kind(self, kind: Kind) -> list[str]:
-        rows = (row for each in self.attention for row in each.rows if each.kind == kind)
-        return list(dict.fromkeys(f"{row.case}/{row.variant}" for row in rows))
-
     @cached_property
     def unconfirmed(self) -> list[str]:
         """What no expectation confirms: ``1 result different from the CPU``."""
         fixes = {(each.case, name) for each in self.cases for name in each.fixes}
         works = sum((row.case, row.variant) in fixes for row in self.flaky)
         stacks = dict.fromkeys(row.stack.name for row in self.flaky)
+        newer = f" ({works} of fixes that work on newer releases)" if works else ""
         verb = "does" if len(self.failing_fixes) == 1 else "do"
         numbers = (
             (
@@ -209,8 +97,7 @@ class Headline:
             (
                 len(self.flaky),
                 "flaky result",
-                f"on {list_some(list(stacks))}"
-                + f" ({works} of fixes that work on newer releases)" * bool(works),
+                f"on {list_some(list(stacks))}{newer}",
             ),
             (len(self.new), "result", "without an expectation"),
             (len(self.unanswered), "variant", "without a verdict"),
@@ -239,20 +126,15 @@ class Headline:
         start, end, seconds = _times(rows)
         ranks = [row.settings.get("world_size", row.ranks) for row in rows]
         commits = {row.commit[:7] for row in rows if row.commit}
-        parts = [
-            packages,
-            ", ".join(dict.fromkeys(map(device, rows))),
-            " to ".join(map(str, dict.fromkeys((min(ranks), max(ranks)))))
-            + " rank"
-            + "s" * (max(ranks) > 1),
-            *(
-                f"commit {one}{' with changed files' * any(row.dirty for row in rows)}"
-                for one in commits
-                if len(commits) == 1
-            ),
-            datetime.fromtimestamp(end, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            duration(seconds) if end - start < 86_400 else "",
-        ]
+        parts = [packages, ", ".join(dict.fromkeys(map(device, rows)))]
+        fewest, most = min(ranks), max(ranks)
+        parts.append(counted(most, "rank") if fewest == most else f"{fewest} to {most} ranks")
+        if len(commits) == 1:
+            changed = " with changed files" if any(row.dirty for row in rows) else ""
+            parts.append(f"commit {commits.pop()}{changed}")
+        parts.append(datetime.fromtimestamp(end, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
+        if end - start < 86_400:
+            parts.append(duration(seconds))
         return " · ".join(filter(None, parts))
 
     # The answer
@@ -298,10 +180,13 @@ class Headline:
         ]
 
     def _failures(self) -> Iterator[Fact]:
-        reproduce, which = self.count("reproduces"), "measured " * bool(self.unselected)
+        reproduce = self.count("reproduces")
+        verb = "reproduces" if reproduce == 1 else "reproduce"
+        if self.unselected:
+            verb = f"measured {verb}"
         if self.failures:
-            text = f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}"
-            yield Fact(f"{text}{self.as_nearest}.", "reproduces")
+            text = f"{reproduce} of {self.failures} {verb}{self.as_nearest}."
+            yield Fact(text, "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more not run.", "")
 
@@ -313,15 +198,12 @@ class Headline:
             return "no expectation is stored"
         if self.near and all(row.nearest for row in compared):
             return "as in the nearest measured releases; none is measured for this stack"
-        near = (
-            f" or from the nearest measured releases ({counted(len(self.near), 'result')})"
-            * bool(self.near)
-        )
-        return (
-            f"nothing differs from its expectation{near}"
-            if near or self.unconfirmed
-            else "everything as expected"
-        )
+        if self.near:
+            near = f"the nearest measured releases ({counted(len(self.near), 'result')})"
+            return f"nothing differs from its expectation or from {near}"
+        if self.unconfirmed:
+            return "nothing differs from its expectation"
+        return "everything as expected"
 
     @property
     def as_nearest(self) -> str:
@@ -334,10 +216,11 @@ class Headline:
                 row.case for row in self.near if row.state not in (*CONFIRMED, "possible")
             )
         )
-        on = " on a CPU" * any(row.state == "matches_cpu" for row in self.near)
+        on = " on a CPU" if any(row.state == "matches_cpu" for row in self.near) else ""
         if not differ:
             return f", as in the nearest measured releases{on}; none differs"
-        names = f"{len(differ)} differ{'s' * (len(differ) == 1)}: {list_some(differ)}"
+        verb = "differs" if len(differ) == 1 else "differ"
+        names = f"{len(differ)} {verb}: {list_some(differ)}"
         return f"; compared with the nearest measured releases{on}, {names}"
 
     def _simulated(self) -> Iterator[Fact]:
@@ -351,7 +234,9 @@ class Headline:
         for state in ("fixed", "absent", "other_failure", "unclear"):
             if number := self.count(state):
                 before = f", {gone} of them reproduced before" if gone and state == "absent" else ""
-                verb = f"fail{'s' * (number == 1)} with " if state == "other_failure" else ""
+                verb = ""
+                if state == "other_failure":
+                    verb = "fails with " if number == 1 else "fail with "
                 yield Fact(f"{number} {verb}{CASE_STATES[state][1]}{before}.", state)
         unmeasured = {row.case for row in self.rows if row.kind != "control"}
         if number := sum(
@@ -377,8 +262,9 @@ class Headline:
             }
             yield Fact(f"{self.unconfirmed[0]}: {list_some(list(why))}.", "attention-list", True)
         elif measured + self.unmeasured_fixes and not self.stopped:
-            none = f"None of {measured} works; " * bool(measured and not works)
-            yield Fact(f"{none}0{f' of {measured}' * bool(measured)} stopped working.")
+            none = f"None of {measured} works; " if measured and not works else ""
+            count = f"0 of {measured}" if measured else "0"
+            yield Fact(f"{none}{count} stopped working.")
 
     def _all_fixes(self) -> Iterator[Fact]:
         """Yield how many work, the names of the others by what they show, and how many were not
@@ -386,7 +272,7 @@ class Headline:
         works, measured = self.fixes
         if measured:
             counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
-            yield Fact(f"{counts} work{'s' * (works == 1)}.")
+            yield Fact(f"{counts} works." if works == 1 else f"{counts} work.")
         rest = dict.fromkeys(f"{each.case}/{name}" for each in self.cases for name in each.failing)
         failing = [row for row in self.rows if is_failing_fix(row)]
         for what, rows in {
@@ -402,7 +288,9 @@ class Headline:
             "with another result": self.rows,
         }.items():
             on = {
-                f"{row.case}/{row.variant}": f" on {row.stack.name}" * (row.state in NOTHING_STORED)
+                f"{row.case}/{row.variant}": (
+                    f" on {row.stack.name}" if row.state in NOTHING_STORED else ""
+                )
                 for row in rows
             }
             names = [name + on[name] for name in rest if name in on]
@@ -410,7 +298,8 @@ class Headline:
             if names:
                 yield Fact(f"{len(names)} {what}: {list_some(names)}.")
         if self.unmeasured_fixes:
-            yield Fact(f"{self.unmeasured_fixes} {'more ' * bool(measured)}not measured.")
+            more = "more " if measured else ""
+            yield Fact(f"{self.unmeasured_fixes} {more}not measured.")
 
     def _what_to_do(self) -> Iterator[Fact]:
         """Yield what to write for the fix of one failure; where nothing below has the command, also
@@ -444,41 +333,13 @@ class Headline:
             return self.no_previous or f"Not compared: {why}."
         causes = list(dict.fromkeys(text for each in self.attention for text in each.causes))
         parts = [counted(self.changes, "result")] if self.changes else []
-        parts += (
-            [f"{counted(len(self.lost), 'result')} missing now ({list_some(self.lost)})"]
-            if self.lost
-            else []
-        )
-        what = " and ".join(parts) or "Nothing"
-        left = (
-            " Not compared, because it was not as predicted or documented then:"
-            f" {list_some(self.since.left_open)}."
-        )
+        if self.lost:
+            missing = list_some(self.lost)
+            parts.append(f"{counted(len(self.lost), 'result')} missing now ({missing})")
         also = f" Also changed: {list_some(causes, 2)}." if causes else ""
-        also += (
-            f" Flaky now, which chance explains: {list_some(self._newly_flaky)}."
-            if self._newly_flaky
-            else ""
-        )
-        return f"{what} since {self.previous}.{left * bool(self.since.left_open)}{also}"
-
-    @cached_property
-    def _newly_flaky(self) -> list[str]:
-        """Variants that were steady in the last passing run and are flaky now, without enough
-        attempts for a change."""
-        changes = {place_of(change.row) for each in self.since.changed for change in each.changes}
-        before = {
-            place: row for place, (_, row) in self.since.references.items() if place not in changes
-        }
-        now = [
-            ((row.cell_id, row.hardware.profile, row.stack.name, row.variant), row)
-            for row in self.rows
-        ]
-        return [
-            f"{row.case}/{row.variant}"
-            for place, row in now
-            if row.verdict == "FLAKY" and place in before and before[place].verdict != "FLAKY"
-        ]
+        if self.newly_flaky:
+            also += f" Flaky now, which chance explains: {list_some(self.newly_flaky)}."
+        return f"{' and '.join(parts) or 'Nothing'} since {self.previous}.{also}"
 
     def _compared(self) -> Iterator[Fact]:
         """Yield with what the results were compared, and what was not."""
@@ -490,10 +351,10 @@ class Headline:
         for beyond in (False, True):
             near = Counter(row.nearest for row in self.near if row.beyond == beyond)
             for releases, _ in near.most_common(1):
-                text = list_some(list(dict.fromkeys(releases)), 3, " and ") + ", or others" * (
-                    len(near) > 1
-                )
-                what = "predictions, because all of these are older or newer: " * beyond
+                text = list_some(list(dict.fromkeys(releases)), 3, " and ")
+                if len(near) > 1:
+                    text += ", or others"
+                what = "predictions, because all of these are older or newer: " if beyond else ""
                 yield Fact(f"{text} ({what}{counted(near.total(), 'result')}).", "")
         if self.previous and self.since.new:
             yield Fact(f"{counted(len(self.since.new), 'cell')} not measured then.", "")
@@ -522,23 +383,6 @@ class Headline:
         ).most_common()
         reasons = ", ".join(f"{text} ({count})" if counts[1:] else text for text, count in counts)
         return f"{counted(len(self.skipped), 'variant')}: {reasons}"
-
-    @property
-    def example(self) -> CaseStatus | None:
-        """The case that shows what to do about a failure: what needs attention, else one with a fix
-        that works."""
-        urgent = self.attention[0].row.case if self.attention else ""
-        cases = [each for each in self.cases if each.state != "not_measured"]
-        return min(
-            cases,
-            default=None,
-            key=lambda each: (
-                each.case != urgent,
-                each.state != "reproduces",
-                each.simulated,
-                not each.fixes,
-            ),
-        )
 
     # For other programs
 
@@ -608,7 +452,7 @@ def headline(
         by_case[row.case].append(row)
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
-    lost = lost_results(map(from_row, rows), since.passing)
+    lost = list(lost_results(rows, since.passing))
     return Headline(
         rows,
         sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),

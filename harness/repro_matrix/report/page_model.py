@@ -393,9 +393,9 @@ def _example(pattern: str) -> str:
 def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:
     """Yield the id and the state of the newest runs: "" where the case was not measured."""
     for run in runs[-MOST_RUNS:] if len(runs) > 1 else ():
-        rows = [row for row in run.rows if row.case == case and row.measured]
+        rows = [row for row in run.rows if row.case == case and row.kinds]
         kinds = {kind for row in rows if row.first for kind in row.kinds}
-        control = any(row.control for row in rows)
+        control = any(row.kind == "control" for row in rows)
         state = (
             "passes"
             if control
@@ -407,7 +407,7 @@ def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:
         )
         yield (
             run.run_id,
-            "attention" if any(row.expected == "unexpected" for row in rows) else state,
+            "attention" if any(row.state == "unexpected" for row in rows) else state,
         )
 
 

@@ -1,7 +1,6 @@
-"""Results as lines of text: the headline, what needs attention, one line for each case, what was
-not measured.
+"""Write results as lines of text: the headline, what needs attention, and the cases.
 
-Modelled on pytest's short summary: the important first. Lines have at most ``width`` columns,
+As in pytest's short summary, important lines come first. Lines have at most ``width`` columns,
 except commands, which can be pasted.
 """
 
@@ -15,7 +14,7 @@ from repro_matrix.baseline.derivation import uncompared_failures
 from repro_matrix.report.attention import ATTENTION, Attention
 from repro_matrix.report.case_status import CASE_STATES, CaseStatus
 from repro_matrix.report.headline import Headline
-from repro_matrix.report.terminal import by_reason, case_label, label, print_table
+from repro_matrix.report.terminal import by_reason, case_label, label, print_table, styled
 from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 
@@ -28,10 +27,12 @@ DETAIL, SHORTEST = 37, 20  # columns of a case's detail, at most, and of its tit
 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
     """Yield all about the results. ``everything``: every case and every reason."""
-    answers = {name: " ".join(fact.text for fact in facts) for name, facts in head.answers.items()}
-    names = max(map(len, answers))
-    for name, text in answers.items():
-        yield from wrap(f"{name:<{names}}  {text}", "", names + 2, width)
+    names = max(map(len, head.answers))
+    for name, facts in head.answers.items():
+        text = " ".join(fact.text for fact in facts)
+        lines = wrap(f"{name:<{names}}  {text}", "", names + 2, width)
+        urgent = any(fact.urgent for fact in facts)
+        yield from styled(lines, "bold red" if urgent else "")
     yield from detail_lines(head, width, everything, None if everything else MOST_ATTENTION)
 
 
@@ -58,9 +59,10 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
     what = "fix" if each.kind in ("stopped_working", "differs_from_documentation") else "variant"
     place = f"{row.case} {list_some(each.places)} on {row.stack.name}"
     yield ""
-    yield from wrap(
-        f"{ATTENTION[each.kind]}  {place}{f', {what} {variants}' * (not came_back)}", "", 4, width
-    )
+    if not came_back:
+        place += f", {what} {variants}"
+    title = wrap(f"{ATTENTION[each.kind]}  {place}", "", 4, width)
+    yield from styled(title, "bold red" if each.urgent else "bold")
     unfixed = next(
         (one for one in head.rows if came_back and one.first and one.cell == row.cell), None
     )
@@ -89,9 +91,9 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
             f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES]
         )
         text = f"what works instead: {works or 'none of the fixes in this run'}"
-        yield from wrap(
-            text + f"; what does not: {list_some(fails)}" * bool(fails), "    ", 3, width
-        )
+        if fails:
+            text += f"; what does not: {list_some(fails)}"
+        yield from wrap(text, "    ", 3, width)
     for line in _log_lines(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
     yield from (
@@ -102,8 +104,7 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
 
 
 def _log_lines(row: Row) -> list[str]:
-    """Return the end of the first error's log, whole lines, without the error text that the reason
-    has already."""
+    """Return the last lines of the first error's log, without the text of the reason."""
     if not row.errors:
         return []
     log, text = row.errors[0]["log"], first_line(row.errors[0]["message"])[:60]
@@ -151,7 +152,10 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
     for title, items in lists.items():
         if items:
             yield from _title(title.format(counted(len(items), "variant")), width)
-            reasons = (f"{f'on {row.stack.name}: ' * several}{reason}" for reason, row in items)
+            reasons = (
+                f"on {row.stack.name}: {reason}" if several else str(reason)
+                for reason, row in items
+            )
             yield from by_reason(
                 zip(reasons, (f"{row.case}/{row.variant}" for _, row in items)), width
             )
@@ -166,7 +170,7 @@ def _outcomes(row: Row) -> str:
 
 def _title(text: str, width: int) -> Iterator[str]:
     yield ""
-    yield from wrap(text, "", 2, width)
+    yield from styled(wrap(text, "", 2, width), "bold")
 
 
 def _case_lines(head: Headline, width: int) -> Iterator[str]:
@@ -187,11 +191,9 @@ def _case_lines(head: Headline, width: int) -> Iterator[str]:
 
 
 def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
-    more = [f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:]) for each in shown]
-    works = ["".join(each.fixes[:1]) + number for each, number in zip(shown, more)]
     starts = [
-        (CASE_STATES[each.state][1], each.case, _detail(each, text, DETAIL))
-        for each, text in zip(shown, works)
+        (CASE_STATES[each.state][1], each.case, _detail(each, _first_fix(each), DETAIL))
+        for each in shown
     ]
     states, names, details = (max(map(len, column)) for column in zip(*starts))
     titles = width - states - names - details - 8  # columns that are left
@@ -204,17 +206,22 @@ def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
         yield line if len(line) <= width else line[: width - 3] + "..."
 
 
+def _first_fix(each: CaseStatus) -> str:
+    """Return the first fix that works and the number of the others: ``static-graph (+2)``."""
+    if len(each.fixes) < 2:
+        return "".join(each.fixes)
+    return f"{each.fixes[0]} (+{len(each.fixes) - 1})"
+
+
 def _detail(each: CaseStatus, works: str, most: int = 400) -> str:
-    """Return which documented fixes work (in the words of ``works``) and which do not, or what else
-    there is to say."""
+    """Return which documented fixes work (``works``) and which do not, else the case's detail."""
     names = {"works": works, "fails": ", ".join(each.failing)} if each.state == "reproduces" else {}
     listed = "; ".join(f"{what}: {text}" for what, text in names.items() if text)
     return listed or first_line(one_line(each.detail), most)
 
 
 def _whole_cases(head: Headline, width: int) -> Iterator[str]:
-    """Yield every case with its whole title, the code of its first fix, and the names of the
-    others."""
+    """Yield every case with its title, the code of its first fix, and the other fixes."""
     helps = {(row.case, row.variant): row.help for row in head.rows}
     for state, (_, name) in CASE_STATES.items():
         cases = [each for each in head.cases if each.state == state]

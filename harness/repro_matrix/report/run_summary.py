@@ -27,7 +27,7 @@ from repro_matrix.report.terminal import (
 from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner.engine import Event, RunTotals
-from repro_matrix.runner.session import Session
+from repro_matrix.runner.prepared import Session
 from repro_matrix.text import counted, first_line, list_some, log, one_line, printable, wrap
 
 QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs

@@ -1,5 +1,4 @@
-"""Print for people: tables, lists and paragraphs on stdout, notes on stderr; ``print_json`` for
-programs.
+"""Print tables, lists and paragraphs on stdout, and notes on stderr.
 
 On a terminal lines fit its width and verdicts have a color. Elsewhere nothing is cut or colored: a
 row is a line. The lists of `show`, `list`, `doctor` and `matrix --dry-run` are pure: values ->
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections import Counter, defaultdict
@@ -25,11 +23,7 @@ if TYPE_CHECKING:
 
     from repro_matrix.baseline.claims import ClaimRow
 
-# Lines about what needs action.
-URGENT = re.compile(
-    r"Incomplete|Needs attention|STOPPED WORKING|CAME BACK|NEW FAILURE|DIFFERENT  |Documented fixes"
-    r" +[1-9]\d* stopped"
-)
+UNLIMITED = 10_000  # columns of a file
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
@@ -128,8 +122,7 @@ def console() -> Console:
 
 
 def columns() -> int:
-    """Return the width of lines: COLUMNS, else the terminal's, else ``WIDTH``; at least
-    ``NARROW``."""
+    """Return the width of lines: COLUMNS, else the terminal's, else ``WIDTH``."""
     return max(NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
@@ -159,55 +152,67 @@ def print_wrapped(*texts: str) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()
 ) -> None:
-    """Print a table. On a terminal of less than ``WIDTH`` columns each row is a line, and the
-    columns that are named in ``narrow`` are lines below it."""
-    texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
-    if not is_terminal(sys.stdout):
-        widths = [max(map(len, column)) for column in zip(columns, *texts)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *texts)]
-        print("\n".join([title] * bool(title) + lines))
-        return
+    """Print a table, whose lines fit a terminal and are never cut elsewhere.
+
+    On a terminal of less than ``WIDTH`` columns each row is a line, and the columns in ``narrow``
+    are lines below it.
+    """
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
+    texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
+    out = console() if is_terminal(sys.stdout) else Console(width=UNLIMITED, color_system=None)
     if out.width < WIDTH and narrow:
         print_lines([title] if title else [])
         for row in texts:
-            cells = [
-                (name, f"{name} {text}" if text.isdigit() else text)
-                for name, text in zip(columns, row)
-                if text
-            ]
-            out.print(
-                Text("  ").join(
-                    Text(text, style=style(text)) for name, text in cells if name not in narrow
-                )
-            )
-            for name, text in cells:
-                if name in narrow:
-                    print_lines(wrap(f"{name}: {text}", "    ", width=out.width, whole=True))
+            _print_narrow_row(out, columns, row, narrow)
         return
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in texts:
         table.add_row(*(Text(text, style=style(text)) for text in row))
     with out.capture() as capture:
+        if title:
+            out.print(Text(title, style="bold"))
         out.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
+def _print_narrow_row(
+    out: Console, columns: Sequence[str], row: Sequence[str], narrow: Sequence[str]
+) -> None:
+    from rich.text import Text
+
+    cells = [(name, text) for name, text in zip(columns, row) if text]
+    short = [
+        Text(f"{name} {text}" if text.isdigit() else text, style=style(text))
+        for name, text in cells
+        if name not in narrow
+    ]
+    out.print(Text("  ").join(short))
+    for name, text in cells:
+        if name in narrow:
+            print_lines(wrap(f"{name}: {text}", "    ", width=out.width, whole=True))
+
+
+class StyledLine(str):
+    """A line of text with its style on a terminal."""
+
+    style: str = ""
+
+
+def styled(lines: Iterable[str], style: str) -> Iterator[StyledLine]:
+    """Give lines a style."""
+    for text in lines:
+        line = StyledLine(text)
+        line.style = style
+        yield line
+
+
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are; on a terminal titles (three capitals) are bold, and verdicts have
-    their color."""
+    """Print lines as they are, on a terminal in their style."""
     if not is_terminal(sys.stdout):
         for line in lines:
             print(line)
@@ -216,15 +221,8 @@ def print_lines(lines: Iterable[str]) -> None:
 
     out = console()
     for line in lines:
-        word = line.strip().partition(" ")[0]
-        text = Text(
-            line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else ""
-        )
-        if URGENT.match(line):
-            text.stylize("bold red")
-        for verdict in VERDICTS:
-            text.highlight_regex(rf"\b{verdict}\b", STYLES[label(verdict).tone])
-        out.print(text, soft_wrap=True)
+        look = line.style if isinstance(line, StyledLine) else ""
+        out.print(Text(line, style=look), soft_wrap=True)
 
 
 # Lists
@@ -238,8 +236,7 @@ def case_label(case: str, simulated: Any) -> str:
 def by_reason(
     items: Iterable[tuple[Any, str]], width: int, most: int | None = None
 ) -> Iterator[str]:
-    """Yield the reasons (at most ``most``) with the number of their items and their names, the most
-    frequent first."""
+    """Yield the most frequent reasons (at most ``most``), each with its items."""
     found: dict[str, list[str]] = defaultdict(list)
     for reason, name in items:
         found[str(reason)].append(name)
@@ -264,7 +261,7 @@ def claim_lines(rows: Sequence[ClaimRow], width: int) -> Iterator[str]:
 
 
 def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
-    """Return the models and strategies of cells, or their numbers where there are many."""
+    """Return the models and strategies of cells, or their numbers if there are many."""
     cells = list(cells)
     values = {name: sorted({cell[name] for cell in cells}) for name in ("model", "strategy")}
     plural = {"model": "models", "strategy": "strategies"}
@@ -275,9 +272,11 @@ def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
 
 
 def doctor_lines(rows: Sequence[Mapping[str, Any]], where: str, width: int) -> Iterator[str]:
-    """Yield the cases that run, then cells and variants that do not, by reason. ``rows``: case,
-    simulated, runs, reason, skipped_variants (name -> reason). ``where``: "here", or the hardware
-    that was planned instead."""
+    """Yield the cases that run, then cells and variants that do not, by reason.
+
+    ``rows``: case, simulated, runs, reason, skipped_variants (name -> reason). ``where``: "here",
+    or the hardware that was planned instead.
+    """
     partly = {row["case"] for row in rows if not row["runs"] or row["skipped_variants"]}
     whole = dict.fromkeys(
         case_label(row["case"], row["simulated"]) for row in rows if row["case"] not in partly

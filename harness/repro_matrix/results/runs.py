@@ -50,7 +50,8 @@ LOOK_BACK = 5  # runs whose results count as the history of a cell
 @dataclass(frozen=True)
 class Run:
     """``texts``: the command line's overrides. ``left``: cells that its time limit left out,
-    "hardware stack key"; None where that is unknown. ``stacks``: all packages of each stack.
+    "hardware stack key"; None where that is unknown. ``planned``: all its cells. ``stacks``: all
+    packages of each stack.
     ``project``: the folder of the checkout or project that measured it. ``written``: when its
     manifest was written last: at its end. ``exit_code``: None where it did not get that far."""
 
@@ -58,6 +59,7 @@ class Run:
     texts: tuple[str, ...]
     state: str
     left: tuple[str, ...] | None = None
+    planned: tuple[str, ...] = ()
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     project: str = ""
     written: float = 0.0
@@ -132,6 +134,7 @@ def read_run(folder: Path) -> Run | None:
             tuple(map(str, data["texts"])),
             str(data["state"]),
             left,
+            tuple(map(str, data.get("planned", ()))),
             data.get("stacks", {}),
             *made,
         )

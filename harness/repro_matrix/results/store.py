@@ -13,10 +13,9 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,13 +28,13 @@ from pydantic_core import to_json
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
-from repro_matrix.paths import CHECKOUT, ROOT, cache_dir, write_bytes, write_text
+from repro_matrix.git import git_state
+from repro_matrix.paths import ROOT, cache_dir, write_bytes, write_text
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
 MANIFEST = "run.manifest"  # of a run (results/runs.py); no .json: these are cells
 ENDED, UNFINISHED = "ended", "unfinished"  # its state
-UNCOMMITTED = " (not committed)"  # after the name of a file
 LATEST = "latest"  # in a folder of runs: the last of them
 LOCK = ".lock"  # held while a run writes to a folder
 
@@ -328,107 +327,6 @@ def portable(document: Mapping[str, Any]) -> Any:
 
 
 # Where a result comes from: the commit, the version and the command
-
-
-def git_state() -> tuple[str | None, bool]:
-    """Return the commit of the user's repository, and whether the files that decide an answer
-    differ from it.
-
-    In a checkout of this project the commit is its own; of an installed wheel the version
-    identifies the code.
-    """
-    own = project.current()
-    commit, changed = _commit_state(
-        own.folder, [own.file, *own.conf, *own.scripts] if own.file else []
-    )
-    if not CHECKOUT:
-        return commit, changed
-    shipped, more = code_state()
-    return (commit if own.file else shipped), changed or more
-
-
-def code_state() -> tuple[str | None, bool]:
-    """Return the commit of this project's checkout, and whether it differs; (None, False) for an
-    installed wheel."""
-    return (
-        _commit_state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"])
-        if CHECKOUT
-        else (None, False)
-    )
-
-
-def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
-    """Return the commit, and whether one of the paths differs from it; (None, False) where git does
-    not know."""
-    commit = git(root, "rev-parse", "HEAD")
-    if commit is None or not paths:
-        return commit, False
-    differs = git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths))
-    return (None, False) if differs is None else (commit, bool(differs))
-
-
-def changed_files(before: str | None, now: str | None, until: float) -> list[str]:
-    """Return the files of the catalog that differ between two commits, and those that are not
-    committed, as far as git knows; those of the harness last. ``until``: a file that was edited
-    later is left out."""
-    own, found = project.current(), []
-    sources = [
-        (ROOT, [ROOT / "repros", ROOT / "conf"]),
-        (own.folder, [*own.conf, *own.scripts] if own.file else []),
-    ]
-    for root, paths in (*sources, (ROOT, [ROOT / "harness"])):
-        if paths:
-            listed = list(map(str, paths))
-            if before and now and before != now:
-                found += (
-                    git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed)
-                    or ""
-                ).splitlines()
-            edited = [root / file for file in uncommitted_files(root, paths)] if until else []
-            before_then = [
-                file for file in edited if file.exists() and file.stat().st_mtime <= until
-            ]
-            found += [f"{file.relative_to(root)}{UNCOMMITTED}" for file in before_then]
-    return list(dict.fromkeys(found))
-
-
-def uncommitted_files(root: Path, paths: Iterable[Path]) -> list[str]:
-    """Return the files below these paths that are not committed, as far as git knows."""
-    listed = (
-        git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths)) or ""
-    )
-    return [line[3:] for line in listed.splitlines()]
-
-
-def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
-    """Return why the files are not known to be those of the commit; None where they are, byte for
-    byte."""
-    if git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
-        return f"commit {commit[:12]} is not in this repository"
-    differs = git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
-    if differs is None:
-        return f"git cannot compare commit {commit[:12]} with the files here"
-    return f"{differs.splitlines()[0]} has changed since commit {commit[:12]}" if differs else None
-
-
-def git(root: Path, *args: str) -> str | None:
-    """Return what a git command prints; None where it fails. Nothing is written, not even the
-    index."""
-    # Without the variables of a git hook, which point git at the hook's repository.
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")
-    }
-    env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    command = ["git", "-C", str(root), *args]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=env
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
 
 def harness_version() -> str:

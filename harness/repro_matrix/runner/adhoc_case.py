@@ -1,7 +1,7 @@
-"""A user's script as an ad-hoc case: its command, and the request for its cell, which takes the
-same path as every case: planner, launcher, grader, store and searches.
+"""Make an ad-hoc case of a user's script: its command, and the request for its cell.
 
-The stack's interpreter replaces the launcher's program (``torchrun`` becomes ``python -m
+The request takes the same path as every case: planner, launcher, grader, store and searches. The
+stack's interpreter replaces the launcher's program (``torchrun`` becomes ``python -m
 torch.distributed.run``), so that the same command runs on any stack.
 """
 
@@ -62,8 +62,10 @@ _COUNT = re.compile(
 
 @dataclass(frozen=True)
 class Command:
-    """``argv``: arguments of the stack's interpreter. ``shown``: the command as the user writes
-    it."""
+    """Hold a command line of a script.
+
+    ``argv``: arguments of the stack's interpreter. ``shown``: the command as the user writes it.
+    """
 
     argv: tuple[str, ...]
     nproc: int  # expected ranks
@@ -74,14 +76,12 @@ class Command:
 
     @property
     def single(self) -> bool:
-        """Whether it may be one process without a rank, as accelerate starts a script on one
-        device."""
+        """Return True if it may be one process without a rank, as of accelerate on one device."""
         return self.plain or self.argv[:2] == ("-m", "accelerate.commands.launch")
 
 
 def is_script(word: str) -> bool:
-    """Return whether a command's first argument names a script: a case's slug has no slash and does
-    not end in .py."""
+    """Return True if the word is a script: it contains a slash or ends in .py, as no case does."""
     return word.endswith(".py") or "/" in word
 
 
@@ -102,8 +102,10 @@ def command_of_script(word: str, nproc: int, args: str = "", module: bool = Fals
 
 
 def command_of_words(words: Sequence[str], nproc: int | None = None) -> Command:
-    """Return a command line given after ``--``. ``nproc``: expected ranks, if the command line does
-    not set them."""
+    """Return a command line given after ``--``.
+
+    ``nproc``: expected ranks, if the command line does not set them.
+    """
     program, rest = Path(words[0]).name, list(words[1:])
     if program == "accelerate" and rest:
         program, rest = f"accelerate {rest[0]}", rest[1:]
@@ -159,8 +161,10 @@ def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[
 
 
 def with_ranks(words: Sequence[str], nproc: int) -> list[str]:
-    """Return a command line that starts another number of ranks. Raises ConfigError where no option
-    of it does."""
+    """Return a command line that starts another number of ranks.
+
+    Raises ConfigError if it has no option for that.
+    """
     for at, word in enumerate(words):
         if found := _COUNT.fullmatch(word):
             option = (
@@ -174,8 +178,7 @@ def with_ranks(words: Sequence[str], nproc: int) -> list[str]:
 
 
 def checked_script(word: str) -> Path:
-    """Return the script's path. Raises ConfigError: no such file, or a syntax error, with its
-    line."""
+    """Return the script's path; raise ConfigError if the file is missing or has a syntax error."""
     path = Path(word).expanduser().absolute()
     if not path.is_file():
         beside = (
@@ -192,7 +195,7 @@ def checked_script(word: str) -> Path:
 
 @dataclass(frozen=True)
 class Script:
-    """A command, what counts as its failure, and how it is launched."""
+    """Hold a command, its failure, and how it is launched."""
 
     command: Command
     failure: ScriptFailure
@@ -298,7 +301,7 @@ class Script:
 
 @dataclass(frozen=True)
 class AdhocCatalogue(Catalogue):
-    """The catalogue of a user's script: its one case."""
+    """Serve the one case of a user's script as a catalogue."""
 
     def script(self, case: Case) -> Path:
         assert isinstance(case, AdhocCase)
@@ -324,8 +327,10 @@ def _code(script: Path | None) -> str:
 
 
 def _files(script: Path | None) -> list[Path]:
-    """Return the script and what it imports from its folder, the working directory or PYTHONPATH:
-    modules and packages, and what those import."""
+    """Return the script and the files that it imports, directly or not.
+
+    Imports are looked up in its folder, the working directory and PYTHONPATH.
+    """
     seen, waiting = dict[Path, None](), [script.resolve()] if script else []
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     roots = dict.fromkeys(
@@ -342,9 +347,11 @@ def _files(script: Path | None) -> list[Path]:
 
 
 def _preloaded(command: Command) -> list[str] | None:
-    """Return the packages that a fork server may import ahead of the script; None where it may not:
-    torchrun does not start the script itself, or it may set what those packages read, or import
-    another package by their name."""
+    """Return the packages that a fork server may import before the script; None if it may not.
+
+    It may not if torchrun does not start the script itself, or if the script may set what those
+    packages read, or import another package by their name.
+    """
     script, torchrun = (
         command.script,
         command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone"),
@@ -382,8 +389,7 @@ def _imported(path: Path) -> set[str]:
 
 
 def in_shell(stack: Stack) -> Stack:
-    """Return the stack as a script imports it: the shell's PYTHONPATH may hide some of its
-    packages."""
+    """Return the stack as a script imports it: PYTHONPATH may hide some of its packages."""
     hidden = shadowed(stack, os.environ.get("PYTHONPATH", ""))
     if not hidden:
         return stack

@@ -28,17 +28,16 @@ from repro_matrix.runner.attempts import (
     GPU_FAILURE,
     Workplace,
     infra_error,
-    missing_attempts,
-    new_document,
     plan_retry,
     resolve_repeated_error,
     run_attempt,
-    take_over,
     unconfirmed_pass,
     variant_of,
     with_infra_error,
 )
+from repro_matrix.runner.documents import missing_attempts, new_document, take_over
 from repro_matrix.runner.gpu_pool import GpuPool, GpuProblem
+from repro_matrix.runner.prepared import Session
 from repro_matrix.runner.schedule import (
     LOAD_S,
     MOST_PER_CORE,
@@ -48,7 +47,6 @@ from repro_matrix.runner.schedule import (
     expect,
     recorded,
 )
-from repro_matrix.runner.session import Session
 
 # with NCCL, without a known reason: then the node is the likely cause, and the rest would hang, too
 MAX_HANGS = 3

@@ -35,8 +35,10 @@ LOCKS = Path(f"/tmp/repro-matrix-gpus-{os.getuid()}")
 
 
 def _node(state: Path) -> Path:
-    """Return the folder for the locks of this machine; several machines may share the file system
-    of ``state``."""
+    """Return the folder for the locks of this machine.
+
+    Several machines may share the file system of ``state``.
+    """
     return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
@@ -68,8 +70,7 @@ def register_run(state: Path, run_id: str) -> Iterator[None]:
 
 
 def clear_leftovers(state: Path) -> list[str]:
-    """End the processes and remove the files of runs whose controller is dead; return a line for
-    each."""
+    """End the processes and remove the files of dead runs; return a line for each."""
     lines = []
     for path in sorted((_node(state) / "runs").glob("*.lock")):
         lock = _acquire(path)
@@ -111,29 +112,38 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuProblem:
-    """Why a GPU cannot be used any more. ``lost``: it failed, and what ran on it is no evidence.
-    ``left``: an ended attempt of this run still uses it."""
+    """Why a GPU cannot be used any more.
+
+    ``lost``: it failed, and what ran on it is no evidence. ``left``: an ended attempt of this run
+    still uses it.
+    """
 
     kind: Literal["lost", "left"]
     why: str
 
 
+@dataclass(frozen=True)
+class GpuLease:
+    """A GPU that this run has locked. ``shares``: MiB that each attempt on it may take; 0: all."""
+
+    lock: FileLock
+    before: GpuState
+    shares: list[int]
+
+
 class GpuLocks:
-    """The GPUs that this run holds, each for one attempt, or for several that share its memory: a
-    file lock per GPU. Thread-safe."""
+    """The GPUs that this run has locked, each for one attempt or for several that share it.
+
+    A file lock per GPU. Thread-safe.
+    """
 
     def __init__(self, state: Path, run_id: str, nvml: Nvml | None = None) -> None:
-        """``nvml``: reports what is on a GPU; by default nothing is known."""
+        """Lock nothing yet. ``nvml``: reports what is on a GPU; by default nothing is known."""
         self.state = state
         self.run_id = run_id
         self._nvml = nvml or Nvml([])
-        self._held: dict[
-            str, FileLock
-        ] = {}  # in use, or not released because a process of this run is still on it
-        self._before: dict[str, GpuState] = {}
-        self._shares: dict[
-            str, list[int]
-        ] = {}  # MiB that each attempt on a GPU may take; 0: all of it
+        # In use, or not released because a process of this run is still on it.
+        self._held: dict[str, GpuLease] = {}
         self._mutex = threading.Lock()
 
     def __enter__(self) -> GpuLocks:
@@ -144,53 +154,50 @@ class GpuLocks:
             self._unlock(uuid)
 
     def acquire(self, gpus: Sequence[str], share_mb: int = 0) -> bool:
-        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for
-        others.
+        """Lock all of ``gpus`` or none, so that no run keeps some while it waits for others.
 
-        A GPU on which another user's process is counts as not free. ``share_mb``: MiB of each that
-        an attempt takes, where it may join others of this run; 0: it is alone on them.
+        A GPU with another user's process is not free. ``share_mb``: MiB of each GPU that an attempt
+        takes if it may join others of this run; 0: it needs its GPUs alone.
         """
         with self._mutex:
             if share_mb and all(share_mb <= self._left(uuid) for uuid in gpus):
                 for uuid in gpus:
-                    self._shares[uuid].append(share_mb)
+                    self._held[uuid].shares.append(share_mb)
                 return True
-            locks = {uuid: None if uuid in self._held else _acquire_gpu(uuid) for uuid in gpus}
-            before: dict[str, GpuState] = {}
-            if None not in locks.values() and gpus:
-                clear_leftovers(
-                    self.state
-                )  # the previous holder may have been killed while its ranks were at work
-                before = {uuid: self._nvml.look(uuid) for uuid in gpus}
-            acquired = {uuid: lock for uuid, lock in locks.items() if lock is not None}
-            if len(acquired) < len(locks) or any(map(stranger, before.values())):
-                for lock in acquired.values():
+            leases: dict[str, GpuLease] = {}
+            locks = {uuid: _acquire_gpu(uuid) for uuid in gpus if uuid not in self._held}
+            if gpus and len(locks) == len(gpus) and None not in locks.values():
+                # The previous holder may have been killed while its ranks were at work.
+                clear_leftovers(self.state)
+                for uuid, lock in locks.items():
+                    if lock and not stranger(before := self._nvml.look(uuid)):
+                        leases[uuid] = GpuLease(lock, before, [share_mb])
+            if len(leases) < len(gpus):
+                for lock in filter(None, locks.values()):
                     lock.release()
                 return False
-            self._held |= acquired
-            self._before |= before
-            self._shares |= {uuid: [share_mb] for uuid in gpus}
+            self._held |= leases
         return True
 
     def room(self) -> dict[str, int]:
-        """Return how many MiB further attempts may take on each GPU that attempts of this run share
-        now."""
+        """Return how many MiB further attempts may take on each shared GPU."""
         with self._mutex:
-            return {uuid: left for uuid in self._shares if (left := self._left(uuid)) > 0}
+            return {uuid: left for uuid in self._held if (left := self._left(uuid)) > 0}
 
     def _left(self, uuid: str) -> int:
-        """Return what is neither planned for an attempt nor in use: attempts have not yet allocated
-        all they will, and others may have come since the first one began."""
-        sizes = self._shares.get(uuid)
-        if not sizes or 0 in sizes:
+        """Return the MiB that are neither planned for an attempt nor in use.
+
+        Attempts have not yet allocated all they will, and others may have come since the first one
+        began.
+        """
+        lease = self._held.get(uuid)
+        if not lease or not all(lease.shares or [0]):
             return 0
-        return min(
-            (self._before[uuid].free_mb or 0) - sum(sizes), self._nvml.look(uuid).free_mb or 0
-        )
+        planned = (lease.before.free_mb or 0) - sum(lease.shares)
+        return min(planned, self._nvml.look(uuid).free_mb or 0)
 
     def release(self, gpus: Sequence[str], share_mb: int = 0) -> dict[str, GpuProblem]:
-        """Unlock GPUs as soon as their memory is free; return those that this run must not use
-        again.
+        """Unlock GPUs as soon as their memory is free; return those that must not be used again.
 
         A GPU on which a process of this run remains stays locked. ``share_mb``: as they were
         acquired.
@@ -199,18 +206,16 @@ class GpuLocks:
         problems = {}
         for uuid in gpus:
             with self._mutex:
-                self._shares[uuid].remove(share_mb)
-                others = bool(self._shares[uuid])
+                self._held[uuid].shares.remove(share_mb)
+                others = bool(self._held[uuid].shares)
             if others:  # what they have on it is checked when the last one ends
                 if why := self._nvml.look(uuid).problem:
                     problems[uuid] = GpuProblem("lost", why)
                 continue
-            while (
-                (problem := self._problem(uuid))
-                and problem.kind != "lost"
-                and time.monotonic() < limit
-            ):
+            problem = self._problem(uuid)
+            while problem and problem.kind == "left" and time.monotonic() < limit:
                 time.sleep(0.1)
+                problem = self._problem(uuid)
             if problem:
                 problems[uuid] = problem
             if not problem or problem.kind != "left":
@@ -218,7 +223,7 @@ class GpuLocks:
         return problems
 
     def free(self, among: Sequence[str]) -> list[str]:
-        """Return those of ``among`` that no run holds at this moment."""
+        """Return the GPUs of ``among`` that no run has locked now."""
         free = []
         for uuid in among:
             if uuid not in self._held and (lock := _acquire_gpu(uuid)):
@@ -227,23 +232,20 @@ class GpuLocks:
         return free
 
     def _unlock(self, uuid: str) -> None:
-        self._before.pop(uuid, None)
-        self._shares.pop(uuid, None)
-        if lock := self._held.pop(uuid, None):
-            lock.release()
+        self._held.pop(uuid).lock.release()
 
     def _problem(self, uuid: str) -> GpuProblem | None:
         """Return what is wrong with a GPU of this run now that its attempt has ended."""
-        before, now = self._before[uuid], self._nvml.look(uuid)
+        before, now = self._held[uuid].before, self._nvml.look(uuid)
         if now.problem:
             return GpuProblem("lost", now.problem)
         for process in self._remaining(now):
             return GpuProblem("left", f"{process} of an ended attempt is still on it")
         more = now.used_mb - before.used_mb
-        if {each.pid for each in now.processes} - {
-            each.pid for each in before.processes
-        } or more <= LEFTOVER_MB:
-            return None  # another user's process is found by the next check of the free GPUs
+        new = {each.pid for each in now.processes} - {each.pid for each in before.processes}
+        # The next check of the free GPUs finds another user's process.
+        if new or more <= LEFTOVER_MB:
+            return None
         return GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it")
 
     def _remaining(self, state: GpuState) -> list[GpuProcess]:
@@ -253,11 +255,11 @@ class GpuLocks:
 
 
 class GpuPool:
-    """Which of the machine's GPUs this run may use now, and why not the others.
+    """The machine's GPUs that this run may use now, and why it may not use the others.
 
     A GPU is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended
-    attempt stays on it. It is *taken* while another user's process is on it. What another run of
-    this project holds is waited for.
+    attempt stays on it. It is *taken* while another user's process is on it. This run waits for
+    a GPU that another run of this user has locked.
     """
 
     def __init__(
@@ -282,13 +284,17 @@ class GpuPool:
         return [uuid for uuid in self.all if uuid not in self.out and uuid not in self.taken]
 
     def ready(self, held: Collection[str]) -> list[str]:
-        """Return the GPUs that an attempt can start on now. ``held``: by this run's own
-        attempts."""
+        """Return the GPUs that an attempt can start on now.
+
+        ``held``: by this run's own attempts.
+        """
         return self.locks.free([uuid for uuid in self.usable() if uuid not in held])
 
     def check(self, held: Collection[str], now: float) -> set[str]:
-        """Check the health of all GPUs and the users of the free ones, every ``CHECK_S``; return
-        those, held ones too, that have just failed."""
+        """Check all GPUs every ``CHECK_S``; return those that have just failed, also locked ones.
+
+        Check the health of all and the users of the free ones.
+        """
         if now - self._checked < CHECK_S:
             return set()
         self._checked = now

@@ -1,5 +1,4 @@
-"""What cells need before they can be planned: built stacks whose torch can use the GPUs,
-DeepSpeed's op, real weights, and facts about models.
+"""Prepare what cells need: built stacks, GPUs that torch can use, DeepSpeed's op, weights.
 
 Everything that takes minutes happens here, in processes of the stack, before the deadline of any
 attempt starts.
@@ -7,9 +6,7 @@ attempt starts.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +38,7 @@ from repro_matrix.planning.memory import add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, no_torch, skip_with_first
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
-from repro_matrix.runner.session import Session
+from repro_matrix.runner.prepared import Session
 from repro_matrix.text import log
 
 Json = dict[str, Any]
@@ -50,10 +47,12 @@ PAIR_ROOM_MB = 3 * ROOM_MB  # of that process, and two ranks of NCCL: a GPU may 
 
 
 def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
-    """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that
-    have room for it.
+    """Ask a stack's torch about the GPUs.
 
-    ``given``: the variables that the run gives its ranks (``env.NAME=value``)."""
+    Only GPUs compute that no other run has locked and that have room for it.
+
+    ``given``: the variables that the run gives its ranks (``env.NAME=value``).
+    """
     run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     uuids = tuple(gpu.uuid for gpu in profile.gpus)
     settings = {
@@ -78,9 +77,8 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
     env = stack_environment(attempt)
     if not uuids:
         return probe.run_probe(stack, None, env)
-    exclusive = any(
-        gpu.mode.startswith("exclusive") for gpu in profile.gpus
-    )  # one process at a time on each
+    # one process at a time on each
+    exclusive = any(gpu.mode.startswith("exclusive") for gpu in profile.gpus)
     # NVML stays open: without persistence mode the driver would start the GPUs anew for each
     # process.
     with GpuLocks(cache_dir() / "state", run_id) as locks, Nvml(uuids) as nvml:
@@ -119,8 +117,7 @@ def check_torch(
 def check_stacks(
     session: Session, cells: Iterable[matrix.Cell]
 ) -> dict[str, tuple[Json, str | None]]:
-    """Ask the torch of each stack that these cells and their variants use on GPUs; return
-    ``check_torch`` of each."""
+    """Return ``check_torch`` of each stack that these cells and their variants use on GPUs."""
     cpu = {profile.name for profile in session.profiles if profile.accelerator == "cpu"}
     on_gpus = [cell for cell in cells if cell.hardware not in cpu]
     profile = replace(session.profile, gpus=tuple(session.gpus))
@@ -135,8 +132,7 @@ def check_stacks(
 def plan_cells(
     session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False
 ) -> None:
-    """Build what is missing and plan the cells; what cannot be built is the reason why they are
-    skipped.
+    """Build what is missing and plan the cells; skip what cannot be built, with the reason.
 
     ``build``: whether stacks may be built, and ops compiled. ``check_gpus``: ask the stacks' torch
     about them.
@@ -182,8 +178,8 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
     ):
         state = states.get(name)
         there = state in ("here", "built") or is_existing(name)
-        # What conf/stack does not list (a file, a swap) is built already or not: only resolving it
-        # tells.
+        # Only resolving a stack that conf/stack does not list (a file, a swap) shows whether it is
+        # built already.
         unlisted = state is None and states.get(spec.parse_stack(name).base, "here") in (
             "here",
             "built",
@@ -215,7 +211,7 @@ def _stacks_of_variants(
 
 
 def _compiles(session: Session, cell: matrix.Cell) -> bool:
-    """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
+    """Return whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
     if any(
         profile.name == cell.hardware and profile.accelerator != "cpu"
         for profile in session.profiles
@@ -234,8 +230,10 @@ def _compiles(session: Session, cell: matrix.Cell) -> bool:
 
 
 def _with_op(stack: Stack, build: bool) -> Stack:
-    """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without
-    DeepSpeed."""
+    """Return the stack with DeepSpeed's op compiled.
+
+    Without a C++ compiler: as a stack without DeepSpeed.
+    """
     problem = extensions.no_compiler(stack)
     if build and problem is None and not extensions.op_compiled(stack):
         log(
@@ -254,42 +252,40 @@ def _with_op(stack: Stack, build: bool) -> Stack:
 
 DOWNLOAD_S = 4 * 3600.0
 _DOWNLOAD = """
-import json, sys, huggingface_hub
+import sys, huggingface_hub
 kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.tiktoken", "*.txt"]
-print(json.dumps({"folder": huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=kinds)}))
+huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=kinds)
 """
 
 
 def download(stack: Stack, name: str) -> str | None:
     """Download a model into the user's hub cache. Return None, or why its weights are not there."""
     env = {**os.environ, **stack.environment(), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    _, problem = _ask([stack.python, "-c", _DOWNLOAD, name], env, DOWNLOAD_S)
-    if not problem:
-        return None
+    try:
+        done = subprocess.run(
+            [stack.python, "-c", _DOWNLOAD, name],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_S,
+            env=env,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"it was not done within {DOWNLOAD_S / 3600:g} hours"
+    except OSError as error:
+        problem = str(error)
+    else:
+        if not done.returncode:
+            return None
+        problem = (done.stderr.strip().splitlines() or ["?"])[-1]
     hint = ". Accept its terms on the hub, and set HF_TOKEN." if "GatedRepoError" in problem else ""
     return f"weights=hub: {name} cannot be downloaded: {problem}{hint}"
 
 
-def _ask(
-    command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = ""
-) -> tuple[Json, str]:
-    """Run a process of a stack; return its last line of JSON and why there is none ("" where there
-    is one)."""
-    done = None
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env)
-        )
-        return json.loads(re.findall(r"(?m)^\{.*", done.stdout)[-1]), ""
-    except subprocess.TimeoutExpired:
-        return {}, f"it was not done within {limit_s / 3600:g} hours"
-    except (OSError, ValueError, IndexError) as error:
-        return {}, (done.stderr.strip().splitlines() or ["?"])[-1] if done else str(error)
-
-
 def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list[CellPlan]:
-    """Return the plans with every model's weights on this machine; a variant without weights is
-    skipped for that."""
+    """Return the plans with every model's weights on this machine.
+
+    A variant without weights is skipped for that.
+    """
 
     @cache
     def problem(stack: str, hub: str) -> str | None:

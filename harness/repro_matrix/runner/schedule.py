@@ -1,5 +1,4 @@
-"""Which attempt starts next, and on which GPUs: the widest and longest first, within GPUs, cores
-and memory.
+"""Choose the attempt that starts next, and its GPUs: the widest and longest first.
 
 List scheduling: whenever something is free, the first waiting task that fits is started. Wide tasks
 (more GPUs) come first, then the longest (Graham 1969: at most 4/3 of the optimum for tasks of one
@@ -26,9 +25,8 @@ from repro_matrix.results.rows import Row
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together
-OTHER_USER_S = (
-    60.0  # when nothing else is left to do: how long another user's process is waited for
-)
+# when nothing else is left to do: how long another user's process is waited for
+OTHER_USER_S = 60.0
 # between two measurements of the load: an attempt that has just started needs that long to show
 LOAD_S = 0.15
 UNKNOWN_S = 10.0  # expected of an attempt of which nothing was ever measured
@@ -45,22 +43,21 @@ class Task:
     seconds: float
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
-    share_mb: int = (
-        0  # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
-    )
+    # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
+    share_mb: int = 0
     ranks: int = 1
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
     env: Mapping[str, str] = field(default_factory=dict, hash=False)  # beside the plan's
-    trace: bool = (
-        False  # it repeats a failed check of this index with a trace, and is no attempt of its own
-    )
+    trace: bool = False  # repeat a failed check of this index with a trace; not an attempt
 
 
 class Schedule:
-    """The tasks of one run, waiting and running. ``jobs``: the most attempts at once; None: as many
-    as fit."""
+    """The tasks of one run, waiting and running.
+
+    ``jobs``: the most attempts at once; None: as many as fit.
+    """
 
     def __init__(
         self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest"
@@ -68,9 +65,8 @@ class Schedule:
         self.cores, self.memory_gb, self.jobs, self.order = cores, memory_gb, jobs, order
         self.waiting: list[Task] = []
         self.running: list[Task] = []
-        self._blocked: float | None = (
-            None  # since when nothing can start because other users have the GPUs
-        )
+        # since when nothing can start because other users have the GPUs
+        self._blocked: float | None = None
 
     def add(self, tasks: Iterable[Task]) -> None:
         self.waiting += tasks
@@ -115,8 +111,10 @@ class Schedule:
         return None
 
     def _has_core(self, idle: bool) -> bool:
-        """Whether the cores can take one more task. A rank on a GPU keeps a core busy: it launches,
-        and spins."""
+        """Return whether the cores can take one more task.
+
+        A rank on a GPU keeps a core busy: it launches, and spins.
+        """
         busy = sum(task.ranks if task.gpus else 1 for task in self.running)
         return busy < self.cores or (idle and len(self.running) < MOST_PER_CORE * self.cores)
 
@@ -165,7 +163,7 @@ class CpuLoad:
         self._measured, self._idle = time.monotonic(), False
 
 
-# What attempts took when they were last measured: what to expect of the next ones
+# The time and memory that attempts took when they were last measured
 
 
 class Took(NamedTuple):
@@ -188,8 +186,10 @@ def recorded(rows: Iterable[Row]) -> dict[tuple[str, str], Took]:
 
 
 def expect(known: Took | None, variant: VariantPlan) -> tuple[float, float]:
-    """Return the seconds and GiB to expect of one attempt. ``known``: what it took when it was
-    measured."""
+    """Return the seconds and GiB to expect of one attempt.
+
+    ``known``: what it took when it was measured.
+    """
     seconds = known.seconds if known else variant.expected_s or UNKNOWN_S
     planned = (
         variant.memory.host_node / GIB

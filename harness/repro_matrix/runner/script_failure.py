@@ -1,12 +1,12 @@
-"""What counts as the failure of a user's script: read from the command line's options, or learned
-from a run."""
+"""Define the failure of a user's script, by options of the command line or by a run."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from repro_matrix.config.schema import Metric, Signature
 from repro_matrix.errors import ConfigError
@@ -45,7 +45,7 @@ _METRIC = re.compile(
 
 @dataclass(frozen=True)
 class ScriptFailure:
-    """What counts as the failure. Without signatures and metric: any failure."""
+    """Define what counts as the failure; without signatures and metric, any failure does."""
 
     text: str = ""  # for reports
     signatures: tuple[Signature, ...] = ()
@@ -56,7 +56,7 @@ class ScriptFailure:
 
     @property
     def needs_limit(self) -> bool:
-        """Whether a search has to find the metric's limit."""
+        """Return True if a search has to find the metric's limit."""
         return self.metric is not None and not self.metric.op
 
 
@@ -127,8 +127,10 @@ def hang(seconds: float) -> ScriptFailure:
 
 
 def metric(text: str) -> ScriptFailure:
-    """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search
-    compares its ends."""
+    r"""Parse ``loss > 3.2``, ``/final loss: (\S+)/ > 3.2``, or a name alone.
+
+    A name alone is for a search, which compares its ends.
+    """
     match = _METRIC.match(text)
     if match is None:
         raise ConfigError(
@@ -157,9 +159,18 @@ def metric(text: str) -> ScriptFailure:
     return ScriptFailure(text, metric=number, option=("--metric", text))
 
 
+# Option of the command line -> the function that reads its value.
+OPTIONS: dict[str, Callable[[Any], ScriptFailure]] = {
+    "error": error,
+    "log": failure_in_log,
+    "exit": failure_by_exit_code,
+    "hang": hang,
+    "metric": metric,
+}
+
+
 def learned(outcome: Outcome, made: Made) -> ScriptFailure | None:
-    """Return exactly the failure of an attempt, so that no other failure counts as it; None without
-    a failure."""
+    """Return exactly the failure of an attempt, so that no other counts; None without a failure."""
     primary = outcome.primary
     if primary is None:
         return None
@@ -189,9 +200,5 @@ def _exact_failure(raised: RaisedException) -> ScriptFailure:
 
 
 def normal(message: str) -> str:
-    """Return a message's first line without its numbers: sizes and counts differ between
-    releases."""
+    """Return a message's first line without its numbers, which differ between releases."""
     return re.sub(r"\d+", "#", comparable_text(message))
-
-
-# -- the command

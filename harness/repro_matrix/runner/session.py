@@ -1,15 +1,14 @@
-"""Turn a command line into a prepared run: what `repro run`, `repro matrix`, pytest and the
-searches have in common.
+"""Turn a command line into a prepared run, for every command that launches something.
 
-``ask`` parses overrides to a request; ``prepare`` plans it and launches nothing;
-``workspace.execute`` runs the plan.
+``make_request`` parses overrides; ``prepare`` plans the request and launches nothing;
+``run.execute`` runs the plan.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -21,18 +20,15 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings, compose_run, stored_run
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks as stacks_module
-from repro_matrix.environment.gpus import Gpu, describe_unusable
-from repro_matrix.environment.machine import Machine, Profile
-from repro_matrix.environment.stacks import Stack, spec
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import TORCH, CellPlan, parse_shard, select_shard
+from repro_matrix.planning.plan import TORCH, parse_shard, select_shard
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
-from repro_matrix.text import counted
+from repro_matrix.runner.prepared import Session
 
-_SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Overrides that say where and how to measure, not which cells.
 MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells")
@@ -203,155 +199,6 @@ def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]
     }
 
 
-@dataclass
-class Session:
-    """A prepared run."""
-
-    catalogue: Catalogue
-    settings: RunSettings
-    profiles: list[Profile]  # side by side; each cell is measured on one of them
-    machine: Machine
-    stacks: dict[str, Stack] = field(default_factory=dict)
-    plans: list[CellPlan] = field(default_factory=list)
-    unavailable: dict[str, str] = field(default_factory=dict)  # stack -> why it is not there
-    to_build: dict[str, Stack] = field(
-        default_factory=dict
-    )  # what a real run builds first, as its lock describes it
-    as_locked: bool = (
-        False  # whether stacks that are not built are planned as their locks describe them
-    )
-    # Of the unavailable stacks, those that are there and whose torch cannot use the GPUs: their
-    # variants were selected.
-    unusable: set[str] = field(default_factory=set)
-    unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
-    left_out: list[str] = field(
-        default_factory=list
-    )  # invalid files of conf/ among the selected ones
-    elsewhere: dict[str, int] = field(
-        default_factory=dict
-    )  # why not on the GPUs -> cells measured on another profile
-    displaced: set[Cell] = field(
-        default_factory=set
-    )  # of these, those that would be on GPUs if none was left out
-    usual_gpus: int = 0  # of hardware=auto, if none was left out
-    time_limit: float | None = None  # seconds after which no cell starts
-
-    @property
-    def profile(self) -> Profile:
-        """Return the first profile: the GPUs, where there are any."""
-        return self.profiles[0]
-
-    @property
-    def gpus(self) -> list[Gpu]:
-        """Return all GPUs of all profiles, each once, those of the widest profile first and in its
-        order."""
-        return list({gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}.values())
-
-    def sizes(self, profile: Profile) -> list[int]:
-        """Return the numbers of ranks of its attempts, each once."""
-        plans = [plan for plan in self.plans if plan.profile.name == profile.name]
-        return sorted(
-            {
-                variant.world_size
-                for plan in plans
-                for variant in plan.variants
-                if not variant.skipped
-            }
-        )
-
-    def headline(self) -> str:
-        """Return the first line of a run: its hardware and stacks."""
-        hardware = []
-        for profile in self.profiles:
-            sizes = self.sizes(profile)
-            ranks = (
-                " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))
-                + f" rank{'s' * (sizes != [1])}"
-            )
-            beside = (
-                " an attempt, several side by side"
-                if sizes and max(sizes) * 2 <= len(profile.gpus)
-                else ""
-            )
-            hardware.append(f"{profile.words()}, {ranks + beside if sizes else 'no cell for it'}")
-        used = sorted({plan.cell.stack for plan in self.plans} & self.stacks.keys())
-        stacks = [self.stacks[name].describe(_SHOWN) for name in used]
-        return f"hardware {' | '.join(hardware)}; stack {', '.join(stacks) or 'none'}"
-
-    def shortfall(self) -> list[str]:
-        """Return why a run of this plan measures less than is requested: its exit code is not 0
-        then."""
-        # Also the stacks of single variants, which declare no requirement.
-        missing = {plan.cell.stack for plan in self.plans} & self.unavailable.keys() | self.unusable
-        texts = [f"stack={name}: {self.unavailable[name]}" for name in sorted(missing)]
-        needed = {
-            f"{count} GPUs" for count in range(len(self.profile.gpus) + 1, self.usual_gpus + 1)
-        }
-        variants = [(plan.cell, variant.skip) for plan in self.plans for variant in plan.variants]
-        lost = sum(
-            cell in self.displaced or bool(skip and needed & set(skip.needs))
-            for cell, skip in variants
-        )
-        if lost:
-            why = "; ".join(describe_unusable(self.machine.left_out))
-            remedy = "Make them usable, or list the others in CUDA_VISIBLE_DEVICES"
-            texts.append(
-                f"{counted(lost, 'variant')} not measured on GPUs because some are left out"
-                f" ({why}). {remedy}."
-            )
-        runnable, least = sum(plan.skipped is None for plan in self.plans), self.settings.min_cells
-        if runnable < least:
-            few = f"{runnable} of {len(self.plans)} cells can run here, and min_cells={least}"
-            texts.append(f"{few}: see the reasons. Select others, or other hardware.")
-        return texts
-
-    def too_few_free(self) -> list[str]:
-        """Return the problem that attempts find too few GPUs, because other users' processes are on
-        the others now."""
-        needed = max(
-            (v.gpus for plan in self.plans for v in plan.variants if not v.skipped), default=0
-        )
-        busy = ", ".join(str(gpu.index) for gpu in self.gpus if gpu.busy)
-        free = sum(not gpu.busy for gpu in self.gpus)
-        if free >= needed:
-            return []
-        who = (
-            f"attempts need up to {counted(needed, 'GPU')}, and {free} of this machine's are"
-            " free now"
-        )
-        return [f"{who} (in use: GPU {busy}). They end without a result unless more become free."]
-
-    def changed(self) -> list[str]:
-        """Return a line for each stack in use that is not what its versions say."""
-        used = {
-            variant.stack for plan in self.plans for variant in plan.variants if not variant.skipped
-        }
-        return list(
-            filter(
-                None,
-                (spec.describe_changes(self.stacks[name]) for name in used & self.stacks.keys()),
-            )
-        )
-
-    def notes(self) -> list[str]:
-        """Return what a person should know before the run: files and GPUs that are left out, what
-        may go wrong."""
-        wrong = [
-            *(f"left out: {text}" for text in self.catalogue.left_out),
-            *self.changed(),
-            *self.unplanned,
-        ]
-        hidden = [self.machine.hidden] if self.machine.hidden else []
-        if self.profile.accelerator == "cpu":
-            return [
-                *wrong,
-                *(hidden if self.machine.driver else []),
-            ]  # GPUs are here, and none is selected
-        gpus = describe_unusable(self.machine.left_out)
-        warnings = self.profile.warnings(machine_module.shm_mb())
-        return [*wrong, *gpus, *hidden, *warnings, *self.machine.notes(self.settings.env)]
-
-
 def prepare(
     texts: Sequence[str] | Request,
     build_stacks: bool = True,
@@ -367,9 +214,7 @@ def prepare(
     it can use the GPUs also where nothing is built. ``as_locked``: plan a stack that a run would
     build first as its lock describes it.
     """
-    from repro_matrix.runner import (
-        prerequisites,
-    )  # `repro list` needs the cells and nothing that launches
+    from repro_matrix.runner import prerequisites  # `repro list` launches nothing
 
     request = texts if isinstance(texts, Request) else make_request(texts)
     catalogue, settings = request.catalogue, request.settings.model_copy()

@@ -1,10 +1,11 @@
-"""Traces of attempts (launch/worker/tracer): of a user's script they are kept beside its result and
-compared later; of a case whose check failed, only the place where its training begins to differ
-from the single process is kept.
+"""Keep the traces of attempts (launch/worker/tracer).
 
-Which failed checks are repeated with a trace: those of a training's numbers that are not expected,
-once for each variant, in tiny models. An expected failure has been explained, and tracing it would
-slow every run down.
+The trace of a user's script is kept with its result and compared later. Of a case whose check
+failed, only the place is kept at which its training begins to differ from the single process.
+
+A failed check is repeated with a trace if it is of a training's numbers and not expected: once for
+each variant, in tiny models. An expected failure has been explained, and tracing it would slow
+every run down.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from repro_matrix.config.schema import AdhocCase, Case
+from repro_matrix.config.schema import VARIANT, AdhocCase, Case
 from repro_matrix.launch.attempt import TRACE, Attempt
 from repro_matrix.launch.torchrun import WORKER
 from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import CONFIRMED
+
+if TYPE_CHECKING:
+    from repro_matrix.traces.reader import Trace
 
 TRACES = "traces"  # in a run's folder, and in the results folder of users' scripts
 # The checks of a training's numbers (repros/repro_kit/reference_checks.py).
@@ -28,8 +32,10 @@ NOISE = 2  # runs with one unit of rounding noise: repros/repro_kit/reference.py
 
 
 def variables(folder: Path, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a traced attempt. Hooks of modules are not called in what
-    torch.compile compiles."""
+    """Return the variables of a traced attempt.
+
+    Code that torch.compile compiles would not call the hooks of modules.
+    """
     return {
         TRACE: str(folder),
         "REPRO_WORKER": str(WORKER.parent),
@@ -52,6 +58,16 @@ def keep(attempt: Attempt, observation: Observation, results: Path) -> None:
         observation["trace"] = {"folder": f"{TRACES}/{attempt.id}", "bytes": size}
 
 
+def stored_trace(document: Document, results: Path) -> Trace | None:
+    """Return the trace of a user's script; None if it was skipped or not traced."""
+    from repro_matrix.traces.reader import read_trace
+
+    variant = document["variants"].get(VARIANT)
+    made = variant["attempts"] if variant else []
+    stored = made and made[0]["observation"].get("trace")
+    return read_trace(results / stored["folder"]) if stored else None
+
+
 def locate_difference(folder: Path) -> dict[str, Any]:
     """Return where the training differs from the reference that its first rank made, as JSON."""
     from repro_matrix.traces.comparison import locate  # numpy, which most runs do not need
@@ -66,8 +82,7 @@ def locate_difference(folder: Path) -> dict[str, Any]:
 
 
 def unexplained(document: Document, case: Case) -> dict[str, int]:
-    """Return the variants to repeat with a trace, each with the index of its first attempt that
-    failed such a check."""
+    """Return the variants to repeat with a trace, each with its first failed attempt."""
     if (
         isinstance(case, AdhocCase)
         or case.pass_criteria.kind != "training"

@@ -1,10 +1,9 @@
-"""Search algorithms: bisection, version maps, and delta debugging. Pure: the caller makes the
-probes.
+"""Search by bisection, by version maps and by delta debugging.
 
-A probe may answer "unknown": a release that cannot be installed, a hang, another error. History is
-never assumed to be monotone. A boundary is always a pair of probed points with different answers;
-the points between them are unknown, or not probed because the search ended early. So a boundary can
-be wide, but never wrong.
+Pure: the caller makes the probes. A probe may answer "unknown": a release that cannot be installed,
+a hang, another error. History is never assumed to be monotone. A boundary is always a pair of
+probed points with different answers; the points between them are unknown, or not probed because the
+search ended early. So a boundary can be wide, but never wrong.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ class ChangeSide(Enum):
 
 
 class NoMoreProbes(Exception):
-    """The limit of probes is reached."""
+    """Report that the limit of probes is reached."""
 
 
 class Stopped(NoMoreProbes):
-    """No more probes are possible (interrupted, disk full, package index unreachable); the stored
-    ones stay."""
+    """Report that no more probes are possible; the stored ones stay.
+
+    Such as after an interrupt, with a full disk, or without the package index.
+    """
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
@@ -46,7 +47,7 @@ class Stopped(NoMoreProbes):
 
 @dataclass
 class Trail(Generic[Q, A]):
-    """All answers so far, in order. No question is asked twice.
+    """Keep all answers so far, in order, and ask no question twice.
 
     ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the
     reason.
@@ -58,7 +59,7 @@ class Trail(Generic[Q, A]):
     ended: NoMoreProbes | None = None
 
     def ask(self, question: Q) -> A:
-        """Return the answer to a question. Raises NoMoreProbes."""
+        """Return the answer to a question, or raise NoMoreProbes."""
         if question not in self.answers:
             if self.max_probes is not None and len(self.answers) >= self.max_probes:
                 raise NoMoreProbes(f"the limit of {self.max_probes} probes is reached")
@@ -68,7 +69,7 @@ class Trail(Generic[Q, A]):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The answer changes after ``before`` and not later than ``after``; both were probed."""
+    """Mark a change after ``before`` and not later than ``after``, which were both probed."""
 
     before: int
     after: int
@@ -113,12 +114,11 @@ def bisect(
     high: int,
     confirm: Callable[[int], ChangeSide] | None = None,
 ) -> Boundary | None:
-    """Find one change between ``low``, which is known to be good, and ``high``, which is known to
-    be bad.
+    """Find one change between ``low``, known to be good, and ``high``, known to be bad.
 
     Makes at most ceil(log2(high - low)) probes when no answer is unknown. ``confirm`` probes the
     last good point once more at the end, since a flaky point may have looked good: if it is not
-    good, the search continues. Returns None where that shows ``low`` itself not to be good.
+    good, the search continues. Returns None if that shows that ``low`` itself is not good.
     """
     confirmed: set[int] = set()
     try:
@@ -148,8 +148,7 @@ def bisect(
 
 
 def repeats_for(reproductions: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
-    """Return how often to launch a point before it counts as passing, after ``reproductions`` in
-    ``launches``.
+    """Return the number of launches after which a point counts as passing.
 
     One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point
     would have passed with probability ``miss`` at most. A point that always failed is not known to
@@ -172,11 +171,10 @@ def labels_of(trail: Trail[int, Mapping[str, Label]], variant: str) -> dict[int,
 def version_map(
     trail: Trail[int, Mapping[str, Label]], count: int, variants: Sequence[str], samples: int = 8
 ) -> None:
-    """Probe samples, then narrow every change of every variant to neighbours. A probe answers for
-    all variants.
+    """Probe samples, then narrow every change of every variant to neighbours.
 
-    Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1)))) probes for k changes when no
-    answer is unknown.
+    A probe answers for all variants. Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1))))
+    probes for k changes when no answer is unknown.
     """
     try:
         last = (
@@ -205,11 +203,10 @@ def version_map(
 
 
 def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Return a subset that reproduces and of which no single thing can be left out (delta
-    debugging).
+    """Return a subset that reproduces and needs each of its members (delta debugging).
 
-    The whole set is known to reproduce. Leaves out everything, then halves, quarters ... and single
-    things, from the beginning; the last until none can be left out.
+    The whole set is known to reproduce. Omits everything, then halves, quarters ... and single
+    things, from the beginning; the last until each one is needed.
     """
     kept = tuple(things)
     size = len(kept)
@@ -227,8 +224,7 @@ def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> t
 
 
 def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
-    """Return one of ascending ``values`` that reproduces while its lower neighbour does not (or the
-    first of all).
+    """Return the one of ascending ``values`` at which the failure begins to reproduce.
 
     The last value is known to reproduce. The first one is probed first: it is the cheapest, and
     often enough.
@@ -240,8 +236,10 @@ def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
 
 @dataclass(frozen=True)
 class Culprits:
-    """``members`` at the bad stack's versions make the good stack fail. None: not even all of them
-    together do."""
+    """Name the packages whose versions in the bad stack make the good stack fail.
+
+    ``members`` is None if not even all of them together do.
+    """
 
     members: tuple[str, ...] | None
     unproven: tuple[str, ...] = ()  # members for which it is unknown whether they can be left out
@@ -253,12 +251,11 @@ class Culprits:
 
 
 def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], ChangeSide]) -> Culprits:
-    """Return a smallest set of packages that carries the failure from the bad stack into the good
-    one.
+    """Return a smallest set of packages that carries the failure into the good stack.
 
     ``probe(taken)``: the good stack with these packages as in the bad one. A combination that
-    cannot be installed is
-    unknown and never counts as passing, so that packages may depend on each other.
+    cannot be installed is unknown and never counts as passing, so that packages may depend on each
+    other.
     """
     trail = Trail(probe)
 

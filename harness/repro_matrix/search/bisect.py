@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -21,7 +20,7 @@ from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import too_heavy
 from repro_matrix.environment.stacks.spec import parse_stack
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
-from repro_matrix.search import algorithms, report
+from repro_matrix.search import algorithms
 from repro_matrix.search.algorithms import Boundary, ChangeSide, Culprits, Stopped, Trail
 from repro_matrix.search.commits import Clone
 from repro_matrix.search.prober import (
@@ -38,7 +37,7 @@ from repro_matrix.search.prober import (
 
 @dataclass(frozen=True)
 class Roles:
-    """Which answers count as good and as bad."""
+    """Decide which answers count as good and as bad."""
 
     good: str
     bad: str
@@ -58,8 +57,10 @@ class Roles:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The change lies between ``good`` and ``bad``, two of ``candidates`` targets. ``points``: all
-    probes, in order."""
+    """Hold a change between ``good`` and ``bad``, two of ``candidates`` targets.
+
+    ``points``: all probes, in order.
+    """
 
     roles: Roles
     candidates: int
@@ -73,9 +74,21 @@ class Bisection:
 
 
 @dataclass
+class Stage:
+    """Keep one search over the releases or the commits of a package."""
+
+    kind: str  # release or commit
+    package: str
+    found: Bisection
+    older_is_good: bool
+    yanked: Sequence[str] = ()  # releases between the two neighbours
+    title: str | None = None  # of the commit that was found
+    sentence: str = ""  # the result, if it is not that of the two neighbours
+
+
+@dataclass
 class Search:
-    """One `repro bisect` of one variant: its searches one after another, each a stage of the
-    report.
+    """Run the searches of one `repro bisect` of one variant, each a stage of the report.
 
     A flaky failure is repeated as often as its rate requires (``repeats``).
     """
@@ -85,15 +98,17 @@ class Search:
     any_change: bool = False
     clone: Clone | None = None
     max_probes: int | None = None
-    stages: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     culprits: Culprits | None = None
     notes: list[str] = field(default_factory=list)
     stopped: Stopped | None = None
     repeats: int = 1
 
     def run(self, good: str, bad: str, package: str | None, base: str) -> None:
-        """Search between two releases of the package, or between two stacks. Raises Stopped before
-        any result."""
+        """Search between two releases of the package, or between two stacks.
+
+        Raises Stopped before any result.
+        """
         self.repeats = self.prober.repeat
         if is_release(good):
             self._releases(good, bad, package or "transformers", base)
@@ -138,14 +153,11 @@ class Search:
 
     def _add(self, package: str, found: Bisection) -> None:
         good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
-        stage = report.stage("release", package, found, self, good < bad)
         low, high = sorted((good, bad))
         # The change may have come with a yanked release between the two neighbours.
         listed = locks.releases(package, yanked=True)
-        stage["yanked"] = [
-            each.version for each in listed if each.yanked and low < each.parsed < high
-        ]
-        self.stages.append(stage)
+        yanked = [each.version for each in listed if each.yanked and low < each.parsed < high]
+        self.stages.append(Stage("release", package, found, good < bad, yanked))
         self.stopped = self.stopped or found.stopped
         if self.clone is not None and package == self.clone.package and self.stopped is None:
             self._commits(self.clone, found, good < bad)
@@ -169,19 +181,19 @@ class Search:
                 f"The tagged commits do not give the releases' results, on top of {base}: {error}"
             )
             return
-        stage = report.stage("commit", clone.package, result, self, older_is_good)
+        stage = Stage("commit", clone.package, result, older_is_good)
         self.stages.append(stage)
         self.stopped = result.stopped
         if result.boundary.exact:
             pair = commits[result.boundary.before], commits[result.boundary.after]
             child = pair[0] if clone.git("merge-base", "--is-ancestor", *pair) is None else pair[1]
-            stage["title"] = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
-            stage["sentence"] = f"The result changes with commit {child[:12]}"
+            stage.title = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
+            stage.sentence = f"The result changes with commit {child[:12]}"
 
     # -- one search
 
     def _ask(self, target: Target) -> Point:
-        """Probe a target, and a flaky failure as often as its rate requires. Raises Stopped."""
+        """Probe a target, and a flaky failure as often as its rate requires; may raise Stopped."""
         point = self.prober.probe(target)
         answer = point.variants[self.variant]
         if (
@@ -200,8 +212,10 @@ class Search:
         return point
 
     def _roles(self, good: Target, bad: Target) -> Roles:
-        """Verify the two ends. Raises MeasureError: an end has no answer; ConfigError: wrong
-        ends."""
+        """Verify the two ends.
+
+        Raises MeasureError if an end has no answer, and ConfigError if the ends are wrong.
+        """
         worse, better = (
             self._ask(bad).variants[self.variant],
             self._ask(good).variants[self.variant],
@@ -228,8 +242,11 @@ class Search:
         return Roles(str(better.label), REPRODUCED)
 
     def _bisect(self, targets: Sequence[Target], roles: Roles) -> Bisection:
-        """Bisect ``targets``, in order from the good end to the bad one. Raises ConfigError where
-        the ends are not good and bad; Stopped before both ends are measured."""
+        """Bisect ``targets``, in order from the good end to the bad one.
+
+        Raises ConfigError if the ends are not good and bad, and Stopped before both ends are
+        measured.
+        """
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
@@ -261,10 +278,10 @@ class Search:
     def _find_culprits(
         self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()
     ) -> Culprits:
-        """Return the smallest set of packages that, at the versions of ``bad``, gives ``good`` the
-        bad answer.
+        """Return the smallest set of packages of ``bad`` that gives ``good`` the bad answer.
 
-        ``spec``: the specification of ``good``."""
+        ``spec``: the specification of ``good``.
+        """
         changed = {
             name: pair
             for name, pair in version_differences(good.versions, bad.versions).items()
@@ -294,8 +311,10 @@ class Search:
         )
 
     def _release_of(self, roles: Roles, spec: str, culprits: Culprits, package: str) -> Bisection:
-        """Return in which release the culprit package changed the answer. The other culprits stay
-        as in the bad stack. Raises ReproError, InvalidVersion."""
+        """Find the release in which the culprit package changed the answer.
+
+        The other culprits stay as in the bad stack. Raises ReproError and InvalidVersion.
+        """
         others = [
             (name, culprits.changed[name][1]) for name in culprits.members or () if name != package
         ]
@@ -312,15 +331,20 @@ def _with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
 
 
 def _fixed(names: Iterable[str]) -> frozenset[str]:
-    """Return the packages that keep their versions in a probe: these, and the other usual causes of
-    failures. The rest (tokenizers ...) may move where a lock file pins a release that they do not
-    accept."""
+    """Return the packages that keep their versions in a probe.
+
+    These, and the other usual causes of failures. The rest (tokenizers ...) may move if a lock file
+    pins a release that they do not accept.
+    """
     return frozenset([*names, *UPSTREAM])
 
 
 def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
-    """Return the sets of packages to search, the cheapest first: usual causes that can be installed
-    on top of the same torch, all usual causes, then every package that differs."""
+    """Return the sets of packages to search, the cheapest first.
+
+    Usual causes that can be installed on top of the same torch, all usual causes, then every
+    package that differs.
+    """
     if only:
         return [[name for name in changed if name in only]]
     usual = [name for name in changed if name in RELEVANT]
@@ -350,10 +374,10 @@ def release_line(
     unchanged: bool = False,
     fixed: frozenset[str] = frozenset(),
 ) -> list[Target]:
-    """Return the releases of a package from the good version to the bad one, on top of a stack;
-    both ends included.
+    """Return the releases of a package from the good version to the bad one, on top of a stack.
 
-    ``unchanged``: the stack itself is the good end. ``fixed``: Target.fixed of all of them.
+    Both ends are included. ``unchanged``: the stack itself is the good end. ``fixed``: Target.fixed
+    of all targets.
     """
     ends = {Version(good): good, Version(bad): bad}
     known = {release.parsed: release.version for release in locks.releases(package)}

@@ -1,5 +1,4 @@
-"""The commits between two releases, from a local clone that is only read: nothing in it is checked
-out.
+"""List the commits between two releases, from a local clone that is only read.
 
 A commit is a stack like others, with the package installed from the clone: ``BASE+NAME @
 git+file:///CLONE@COMMIT``.
@@ -14,7 +13,7 @@ from pathlib import Path
 from repro_matrix.environment.stacks import with_release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, nearest
-from repro_matrix.results.store import git
+from repro_matrix.git import run_git
 
 _LAYOUTS = (
     "src/{}",
@@ -27,7 +26,7 @@ _TAGS = ("v{0}", "{0}", "release-{0}", "release/{0}", "{1}-{0}", "{1}-v{0}", "{1
 
 @dataclass(frozen=True)
 class Clone:
-    """A local clone of one package's repository. Raises ConfigError where there is none."""
+    """Read a local clone of one package's repository; raise ConfigError if there is none."""
 
     path: Path
     package: str
@@ -38,10 +37,10 @@ class Clone:
 
     def git(self, *words: str) -> str | None:
         """Return what a git command prints, or None where it fails."""
-        return git(self.path, *words)
+        return run_git(self.path, *words)
 
     def commit_of(self, release: str) -> str:
-        """Return the commit of a release's tag. Raises ConfigError."""
+        """Return the commit of a release's tag, or raise ConfigError."""
         short = re.sub(r"\.0$", "", release) if release.count(".") == 2 else release
         for tag in (
             form.format(text, self.package)

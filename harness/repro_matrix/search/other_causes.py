@@ -1,5 +1,4 @@
-"""List what a failure may depend on where a search found no change, with the commands that vary
-it."""
+"""List what a failure may depend on if a search found no change, with commands that vary it."""
 
 from __future__ import annotations
 
@@ -42,11 +41,11 @@ def reworded(
     flags: Collection[str] = (),
     more: Sequence[str] = (),
 ) -> list[str]:
-    """Return a command line of ours with these options changed, or left out where the value is
-    None.
+    """Return a command line of this project with some options changed.
 
-    ``flags``: left out, too: options without a value, and overrides. ``more``: words that are
-    added."""
+    ``options``: by name; None removes the option. ``flags``: options without a value, and
+    overrides, that are removed too. ``more``: words that are added.
+    """
     cut = words.index("--") if "--" in words else len(words)
     kept, is_value = [], False
     for word in words[:cut]:

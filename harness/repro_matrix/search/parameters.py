@@ -1,8 +1,8 @@
-"""What a reduction varies: the settings of a case; the arguments and variables of a script. Pure.
+"""List the parameters that a reduction varies, in a case or in a script.
 
-A parameter's values begin with the simplest: left out, the default, or the least valid number. A
-parameter without a simpler value (``eval``, ``train``) keeps its value; whether the failure needs
-it is tested all the same.
+Pure. A parameter's values begin with the simplest: omitted, the default, or the least valid number.
+A parameter without a simpler value (``eval``, ``train``) keeps its value, but the search still
+tests if the failure needs it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ OUT = "(left out)"  # the value of an omitted parameter
 
 @dataclass(frozen=True)
 class Setting:
-    """``values`` begin with the simplest one. ``number``: they ascend, and the smallest that fails
-    is wanted."""
+    """Describe one parameter with its values, the simplest first.
+
+    ``number``: the values ascend, and the smallest that fails is wanted.
+    """
 
     name: str  # such as flags.mixed, ranks, --lr
     given: Value
@@ -45,12 +47,12 @@ def with_value(config: Config, index: int, value: Value) -> Config:
 
 
 def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> tuple[Config, bool]:
-    """Return a minimal configuration, and whether the search is complete.
-    The given one is known to fail. Only an answer True makes it smaller.
+    """Return a minimal configuration, and True if the search is complete.
 
-    Numbers first, since small values are cheap to probe: all at their simplest at once, else one
-    after another; then delta debugging of the choices; repeated until nothing changes. At the end
-    every other value of each choice.
+    The given configuration is known to fail. Only an answer True makes it smaller. Numbers come
+    first, since small values are cheap to probe: all at their simplest at once, else one after
+    another; then delta debugging of the choices; repeated until nothing changes. At the end the
+    search probes every other value of each choice.
     """
     best: Config = tuple(parameter.given for parameter in parameters)
     numbers = [index for index, parameter in enumerate(parameters) if parameter.number]
@@ -101,12 +103,10 @@ def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> 
 
 
 def needed(parameter: Setting, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
-    """Return whether the failure needs the parameter at ``value``; None: not tested, or without an
-    answer.
+    """Return True if the failure needs the parameter at ``value``; None if that is unknown.
 
-    It is needed if the failure does not occur at the simplest value, or (where ``value`` is that)
-    at no other one.
-    ``answers``: by value, all else as in the minimal configuration.
+    It is needed if the failure does not occur at the simplest value, or (if ``value`` is the
+    simplest) at no other one. ``answers``: by value, all else as in the minimal configuration.
     """
     if value != parameter.simplest:
         answer = answers.get(parameter.simplest)
@@ -130,8 +130,7 @@ _REDUCED = ("model", "strategy", "variants", "repeat", "ranks", "steps", *_SIZES
 
 
 def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
-    """Return the request without the settings that vary, and with the axes that the variant
-    changes."""
+    """Return the request without the settings that vary, on the axes that the variant changes."""
     spec = case.variants[variant]
     axes: dict[str, Any] = {
         "model": spec.model or cell.model,
@@ -151,9 +150,11 @@ def of_case(
     reference: Settings,
     env: Mapping[str, str],
 ) -> tuple[Setting, ...]:
-    """Return what can vary. ``given``: the settings of the variant to reduce
-    (repro_kit/settings.py). ``reference``: those of the unfixed variant in the ``base_of``
-    request."""
+    """Return the parameters of a case.
+
+    ``given``: the settings of the variant to reduce (repro_kit/settings.py). ``reference``: those
+    of the unfixed variant in the ``base_of`` request.
+    """
     found = [
         _flag(name, flag, given["flags"][name], reference["flags"][name])
         for name, flag in case.flags.items()
@@ -192,7 +193,7 @@ def _number(name: str, values: Sequence[int], reference: Value) -> Setting:
 
 
 def _choice(name: str, values: Sequence[Value], given: Value, reference: Value) -> Setting | None:
-    """``values``: the simplest first. None: its values are no plain ones."""
+    """Return a parameter with these values, the simplest first; None if a value is a structure."""
     if not all(value is None or isinstance(value, (str, int, float)) for value in (*values, given)):
         return None
     return Setting(name, given, tuple(dict.fromkeys((*values, given))), reference=reference)
@@ -223,7 +224,7 @@ def _sizes(given: Settings, reference: Settings) -> Iterator[Setting]:
 
 
 def _doubled(least_value: int, most: int) -> list[int]:
-    """Return ``least_value``, twice it, four times it ... below ``most``, and ``most``."""
+    """Double ``least_value`` while it is below ``most``; the list ends with ``most``."""
     return [
         *(
             least_value << power
@@ -239,7 +240,7 @@ def _doubled(least_value: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Argument:
-    """An option with its values, or a positional argument."""
+    """Describe an option with its values, or a positional argument."""
 
     parts: tuple[str, ...]
     parameter: Setting
@@ -255,8 +256,7 @@ class Argument:
 
 
 def arguments_of(words: Sequence[str]) -> tuple[Argument, ...]:
-    """Split ``--lr 1e-4 --layers=24 --bf16 train`` into options, each with the words up to the next
-    option."""
+    """Split ``--lr 1e-4 --bf16 train`` into options, each with the words up to the next one."""
     groups: list[list[str]] = []
     for word in words:
         if _is_option(word) or not groups or not _is_option(groups[-1][0]) or "=" in groups[-1][0]:

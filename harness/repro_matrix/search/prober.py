@@ -1,7 +1,7 @@
-"""Probe one cell of one case on one stack. A probe is stored like every run and never repeated.
+"""Probe one cell of one case on one stack.
 
-Its result is stored at once in the ordinary results folder: to continue an interrupted search, run
-the same command again.
+A result is stored at once in the ordinary results folder and never measured again: to continue an
+interrupted search, run the same command again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from repro_matrix.results import runs
 from repro_matrix.results.rows import error_at
 from repro_matrix.results.store import Document, Store
 from repro_matrix.runner import run as workspace
-from repro_matrix.runner import session
+from repro_matrix.runner import session, tracing
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
 
@@ -55,11 +55,11 @@ class SameResult(ConfigError):
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What a variant shows on one stack.
+    """Hold the result of a variant on one stack.
 
     ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, ``other_size: FAILURE
-    ID``, or None where it
-    is unknown. ``detail``: the message behind the label, or the reason why there is none.
+    ID``, or None if it is unknown. ``detail``: the message behind the label, or the reason why
+    there is none.
     """
 
     label: str | None
@@ -74,13 +74,15 @@ class ProbeAnswer:
 
     @property
     def reproduced(self) -> bool | None:
-        """Whether it shows the failure; None: unknown."""
+        """Return True if the variant shows the failure; None if that is unknown."""
         return None if self.label is None else self.label == REPRODUCED
 
     @property
     def result(self) -> str | None:
-        """Return the label with the failure's id: a release may change the error and not whether it
-        occurs."""
+        """Return the label with the failure's id.
+
+        A release may change the error although the failure still occurs.
+        """
         return f"{self.label}: {self.failure}" if self.label == REPRODUCED else self.label
 
     @property
@@ -96,8 +98,10 @@ class ProbeAnswer:
 
 
 def answer_of(case: str, variant: VariantRecord | None) -> ProbeAnswer:
-    """Return the answer of a stored variant. One failure is proof; ``passed`` needs every attempt
-    to pass."""
+    """Return the answer of a stored variant.
+
+    One failure is proof; ``passed`` needs every attempt to pass.
+    """
     if variant is None or not (variant["skipped"] or variant["attempts"]):
         return ProbeAnswer(None, "not run")
     if variant["skipped"]:
@@ -140,7 +144,7 @@ def answer_of(case: str, variant: VariantRecord | None) -> ProbeAnswer:
 
 @dataclass(frozen=True)
 class Target:
-    """A point that can be probed."""
+    """Describe a point that can be probed."""
 
     name: str  # in a report, such as transformers 4.40.0
     spec: str
@@ -151,7 +155,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Point:
-    """A probed target."""
+    """Hold a probed target."""
 
     target: Target
     variants: Mapping[str, ProbeAnswer]
@@ -172,7 +176,7 @@ class Point:
 
 
 def one_case(name: str) -> Case:
-    """Return a case by its slug. Raises ConfigError."""
+    """Return a case by its slug, or raise ConfigError."""
     cases = catalog.load().cases
     if name not in cases:
         raise unknown("case", name, cases, "the first argument is a case")
@@ -180,7 +184,7 @@ def one_case(name: str) -> Case:
 
 
 def one_variant(case: Case, name: str | None) -> str:
-    """Return a variant that follows the stack; by default the first. Raises ConfigError."""
+    """Return a variant that follows the stack, by default the first, or raise ConfigError."""
     variant = name or next(iter(case.variants))
     if variant not in case.variants:
         raise unknown("variant", variant, case.variants, f"case {case.slug}")
@@ -193,7 +197,7 @@ def one_variant(case: Case, name: str | None) -> str:
 
 
 def one_cell(request: Request) -> tuple[Case, Cell]:
-    """Return the one case of a request and its one cell. Raises ConfigError."""
+    """Return the one case of a request and its one cell, or raise ConfigError."""
     name = request.selections[0].case[0]
     if len(request.cells) != 1:
         count = len(request.cells)
@@ -204,8 +208,10 @@ def one_cell(request: Request) -> tuple[Case, Cell]:
 
 
 class CellRunner(ExitStack):
-    """Measure one cell after another with one launcher, which ``with`` ends. Stored results are not
-    measured again."""
+    """Measure one cell after another with one launcher, which ``with`` ends.
+
+    Stored results are not measured again.
+    """
 
     def __init__(self, say: Say, stop: threading.Event) -> None:
         super().__init__()
@@ -223,12 +229,23 @@ class CellRunner(ExitStack):
         repeat: int,
         starting: str = "",
     ) -> tuple[Document, Path, int]:
-        """Return the result of the request's one cell, its file, and how many attempts this command
-        launched for it.
+        """Return the result of the one cell, its file, and the attempts launched for it.
 
-        ``starting``: what to say at each launch.
-        Raises Stopped, and ConfigError where there is no such cell.
+        ``starting``: the message of each launch. A stored result is measured again if its trace
+        was removed or the traced code was edited. Raises Stopped, and ConfigError if there is no
+        such cell.
         """
+        document, path = self._execute(request, stack, variants, repeat, starting)
+        if not self.launched[path]:
+            trace = tracing.stored_trace(document, runs.results_folder(request.settings))
+            if trace is not None and (trace.is_outdated or not trace.folder.is_dir()):
+                path.unlink()
+                document, path = self._execute(request, stack, variants, repeat, starting)
+        return document, path, self.launched[path]
+
+    def _execute(
+        self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str
+    ) -> tuple[Document, Path]:
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         began = time.monotonic()
@@ -259,12 +276,14 @@ class CellRunner(ExitStack):
         )
         self.launched[path] += summary.attempts
         self.seconds[path] += time.monotonic() - began
-        return document, path, self.launched[path]
+        return document, path
 
 
 class Prober(CellRunner):
-    """Probe one cell on many stacks. ``variants``: only these (the first variant always among
-    them); None: all that follow the stack."""
+    """Probe one cell on many stacks.
+
+    ``variants``: only these (the first variant always among them); None: all that follow the stack.
+    """
 
     def __init__(
         self,
@@ -292,25 +311,25 @@ class Prober(CellRunner):
         )
 
     def learn(self, good: Target, bad: Target) -> None:
-        """Define the failure by the two ends if the user did not. A case's file defines its
-        failure."""
+        """Define the failure by the two ends if the user did not; a case defines its own."""
 
     def command(self, spec: str, variant: str) -> list[str]:
-        """Return the `repro run` command of the variant on a stack, without settings that cannot
-        change the result."""
+        """Return the `repro run` command of the variant; settings without effect are omitted."""
         plain = spec.replace("==", "@")  # equivalent, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
         texts = self.request.texts(without=NOT_REPEATED)
         return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants={variant}"]
 
     def resolve(self, target: Target) -> Stack:
-        """Return the target's stack; its name is the specification that could be installed. Raises
-        StackError."""
+        """Return the target's stack, named by the specification that could be installed.
+
+        Raises StackError.
+        """
         if target.fixed:
             return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
         return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)
 
-    def answer(self, document: Document, variant: str) -> ProbeAnswer:
+    def answer(self, document: Document, variant: str, stack: Stack) -> ProbeAnswer:
         """Return what the variant shows."""
         return answer_of(self.case.slug, document["variants"].get(variant))
 
@@ -319,7 +338,7 @@ class Prober(CellRunner):
         return self.measure(self.request, self.resolve(target), self.variants, repeat)[0]
 
     def probe(self, target: Target, repeat: int | None = None) -> Point:
-        """Measure the target, or read its stored result. Raises Stopped."""
+        """Measure the target, or read its stored result; may raise Stopped."""
         wanted = max(repeat or 1, self.repeat)
         before = self.points.get(target.spec)
         if before is not None and (before.document is None or before.counted >= wanted):
@@ -346,7 +365,7 @@ class Prober(CellRunner):
         else:
             built = time.monotonic() - began
             document, path, attempts = self.measure(self.request, stack, self.variants, wanted)
-            answers = {variant: self.answer(document, variant) for variant in self.variants}
+            answers = {name: self.answer(document, name, stack) for name in self.variants}
             point = Point(
                 replace(target, spec=stack.name),
                 answers,

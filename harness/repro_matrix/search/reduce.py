@@ -10,7 +10,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from repro_matrix.config.schema import VARIANT
@@ -39,29 +39,34 @@ DEADLINE_FACTOR, MIN_DEADLINE_S = (
 )  # of an attempt's deadline: times the failure's duration, in seconds
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limit the attempts of one configuration, and of the whole reduction."""
+
+    repeat: int
+    max_attempts: int | None = None
+
+
 class Reduction(CellRunner):
-    """One reduction. ``max_attempts``: limit of launches. ``repeat``: attempts per
-    configuration."""
+    """Find the smallest configuration that still fails."""
 
     slug: str
     variant: str  # that is launched
     parameters: tuple[Setting, ...]
 
-    def __init__(
-        self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event
-    ) -> None:
+    def __init__(self, stack: Stack, limits: Limits, say: Say, stop: threading.Event) -> None:
         super().__init__(say, stop)
-        self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
-        self.probes: dict[
-            Hashable, ProbeAnswer
-        ] = {}  # by configuration, or by the sizes of a fix; in order
+        self.stack = stack
+        self.repeat, self.max_attempts = limits.repeat, limits.max_attempts
+        # By configuration, or by the sizes of a fix; in order.
+        self.probes: dict[Hashable, ProbeAnswer] = {}
         self.notes: list[str] = []
         self.unsure: list[str] = []  # the configurations without an answer because of the machine
         self.attempts = 0
         self.ended: NoMoreProbes | None = None
 
     def request(self, config: Config) -> Request:
-        """Return the request for a configuration's one cell. Raises ConfigError."""
+        """Return the request for a configuration's one cell, or raise ConfigError."""
         raise NotImplementedError
 
     def _reduce(self) -> tuple[Config, ProbeAnswer]:
@@ -86,8 +91,7 @@ class Reduction(CellRunner):
                 return config, first
 
     def _has_enough_attempts(self, answer: ProbeAnswer) -> bool:
-        """Whether the probes had enough attempts for so frequent a failure; otherwise increase
-        ``repeat``."""
+        """Return True if the probes had enough attempts; otherwise increase ``repeat``."""
         wanted = repeats_for(answer.reproductions, answer.counted) if answer.flaky else 1
         if self.repeat >= wanted:
             return True
@@ -125,7 +129,7 @@ class Reduction(CellRunner):
         repeat: int,
         variant: str = "",
     ) -> ProbeAnswer:
-        """Measure a request, or read its stored result. Raises NoMoreProbes."""
+        """Measure a request, or read its stored result; may raise NoMoreProbes."""
         variant = variant or self.variant
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
             raise NoMoreProbes(f"the limit of {self.max_attempts} attempts is reached")
@@ -205,11 +209,10 @@ class Reduction(CellRunner):
 
 
 class CaseReduction(Reduction):
-    """Reduce the settings of a case's variant. Every configuration is launched under the name of
-    its first variant.
+    """Reduce the settings of a case's variant.
 
-    Sizes count only where the first fix of the same cell still passes: else every variant fails at
-    them.
+    Every configuration is launched under the name of the first variant. Sizes count only if the
+    first fix of the same cell still passes: else every variant fails at them.
     """
 
     def __init__(
@@ -223,7 +226,8 @@ class CaseReduction(Reduction):
     ) -> None:
         """Raise ConfigError where there is no such case or variant, or more than one cell."""
         case, cell = prober.one_cell(request)
-        super().__init__(stack, request.settings.repeat or case.repeat, max_attempts, say, stop)
+        limits = Limits(request.settings.repeat or case.repeat, max_attempts)
+        super().__init__(stack, limits, say, stop)
         self.slug, self.variant = case.slug, next(iter(case.variants))
         self.reduced_variant = variant = prober.one_variant(case, variant)
         given = self._prepare(request, variant)
@@ -304,8 +308,10 @@ class CaseReduction(Reduction):
 
 
 class ScriptReduction(Reduction):
-    """Reduce a user's script: its arguments, variables and ranks. ``word``: the script on the
-    command line."""
+    """Reduce a user's script: its arguments, variables and ranks.
+
+    ``word``: the script on the command line.
+    """
 
     def __init__(
         self,
@@ -313,12 +319,11 @@ class ScriptReduction(Reduction):
         word: str,
         args: str,
         stack: Stack,
-        repeat: int,
-        max_attempts: int | None,
+        limits: Limits,
         say: Say,
         stop: threading.Event,
     ) -> None:
-        super().__init__(stack, repeat, max_attempts, say, stop)
+        super().__init__(stack, limits, say, stop)
         self.script, self.word = script, word
         self.slug, self.variant = script.slug, VARIANT
         self.arguments = arguments_of(shlex.split(args))
@@ -373,8 +378,7 @@ class ScriptReduction(Reduction):
         return self._result(config, first, data)
 
     def _learn(self) -> None:
-        """Take the first attempt's failure where none was given, so that another error never counts
-        as it."""
+        """Take the first attempt's failure if none was given, so that no other error counts."""
         document, _, launched = self.measure(
             self.script.request(self.stack.name), self.stack, [VARIANT], 1
         )

@@ -1,5 +1,4 @@
-"""Results of searches as plain data with stable keys, and as Markdown for a terminal or to paste
-into an issue."""
+"""Turn the results of searches into plain data with stable keys, and into Markdown."""
 
 from __future__ import annotations
 
@@ -8,25 +7,25 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment.stacks import version_differences
-from repro_matrix.results.store import git_state
+from repro_matrix.git import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
+from repro_matrix.search.bisect import Search, Stage
 from repro_matrix.search.prober import OTHER_SIZE, PASSED, Point, Prober
 from repro_matrix.text import printable
-
-if TYPE_CHECKING:
-    from repro_matrix.search.bisect import Bisection, Search
 
 Data = dict[str, Any]
 
 
 def render_search(template: str, data: Data) -> str:
-    """Return the Markdown of a result. Markup, mentions and control characters of other programs
-    are made harmless."""
+    """Return the Markdown of a result.
+
+    Markup, mentions and control characters of other programs are made harmless.
+    """
     import jinja2
 
     loader = jinja2.PackageLoader("repro_matrix.search")
@@ -53,7 +52,8 @@ def bisection(search: Search, command: str) -> Data:
     case, cell = prober.case, prober.cell
     machine = machines.detect()
     profile = machines.settle_all([cell.hardware], load().hardware, machine)[0]
-    result = [f"{stage['sentence']}." for stage in search.stages]
+    stages = [_stage_to_json(stage, search) for stage in search.stages]
+    result = [f"{stage['sentence']}." for stage in stages]
     if culprits and not result:
         members = ", ".join(culprits.members or ())
         result = [f"Culprit: {members}." if members else "No package is the culprit by itself."]
@@ -75,7 +75,7 @@ def bisection(search: Search, command: str) -> Data:
         "strategy": cell.strategy,
         "variant": search.variant,
         "packages": vars(culprits) if culprits else None,
-        "stages": search.stages,
+        "stages": stages,
         "notes": [*prober.notes, *search.notes],
         "command": command,
         "hardware": f"{profile.name} ({machine.cpu})",
@@ -88,9 +88,9 @@ def bisection(search: Search, command: str) -> Data:
     }
 
 
-def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good: bool) -> Data:
-    """Return one search over releases or commits. ``kind``: release or commit."""
-    variant, roles, prober = search.variant, found.roles, search.prober
+def _stage_to_json(stage: Stage, search: Search) -> Data:
+    variant, prober = search.variant, search.prober
+    found, roles = stage.found, stage.found.roles
     probes = []
     for point in found.points:
         answer = point.variants[variant]
@@ -107,21 +107,23 @@ def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good:
         )
     changed = version_differences(found.good.versions, found.bad.versions)
     return {
-        "kind": kind,
-        "what": what,
+        "kind": stage.kind,
+        "what": stage.package,
         "candidates": found.candidates,
-        "title": None,
-        "yanked": [],
+        "title": stage.title,
+        "yanked": list(stage.yanked),
         "exact": found.boundary.exact,
         "good": _end(found.good, variant, prober),
         "bad": _end(found.bad, variant, prober),
-        "also_changed": {name: list(pair) for name, pair in changed.items() if name != what},
+        "also_changed": {
+            name: list(pair) for name, pair in changed.items() if name != stage.package
+        },
         "unknown": [
             {"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown
         ],
         "unprobed": [target.name for target in found.unprobed],
         "probes": probes,
-        "sentence": _sentence(kind, found, variant, older_is_good, prober.place is not None),
+        "sentence": stage.sentence or _sentence(stage, variant, prober.place is not None),
         "good_means": None if roles.exact or roles.good == PASSED else roles.good,
     }
 
@@ -153,8 +155,9 @@ def _portable(line: str) -> str:
     return line.replace(f"{os.path.expanduser('~')}/", '"$HOME"/')
 
 
-def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, numbers: bool) -> str:
+def _sentence(stage: Stage, variant: str, numbers: bool) -> str:
     """Return the result in a line, with no more than was measured."""
+    kind, found, older_is_good = stage.kind, stage.found, stage.older_is_good
     good, bad = found.good.target.name, found.bad.target.name
     label = found.good.variants[variant].label or ""
     other = (
@@ -194,7 +197,10 @@ def version_map_to_json(
     trail: Trail[int, Mapping[str, Label]],
     points: Mapping[int, Point],
 ) -> Data:
-    """Return the map of all variants. ``names``: the releases; ``points`` by their index."""
+    """Return the map of all variants.
+
+    ``names``: the releases; ``points``: by the index of the release.
+    """
 
     def describe(variant: str) -> Data:
         labels = labels_of(trail, variant)

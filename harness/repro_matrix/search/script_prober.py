@@ -1,5 +1,7 @@
-"""Probe a user's script, whose failure the two ends of a search may define; its result as lines for
-a terminal."""
+"""Probe a user's script, and describe its result as lines for a terminal.
+
+The two ends of a search may define the failure.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,7 @@ class ScriptProber(Prober):
         return in_shell(super().resolve(target))
 
     def use(self, failure: ScriptFailure) -> None:
-        """Use another definition of the failure. Stored attempts are graded again, not launched
-        again."""
+        """Use another definition of the failure; stored attempts are only graded again."""
         self.script = replace(self.script, failure=failure)
         self.request = self.script.request(repeat=self.settings.repeat)
         self.case = self.request.catalogue.cases[self.script.slug]
@@ -54,8 +55,10 @@ class ScriptProber(Prober):
         return self.words(["repro", "run"], [f"stack={spec}"])
 
     def words(self, command: list[str], options: list[str]) -> list[str]:
-        """Return a command of ours with the script's settings and its own command line, with paths
-        as from here."""
+        """Return a command of this project with the script's settings and its own command line.
+
+        Paths are relative to the working directory.
+        """
         script, words = self.script, shlex.split(self.script.command.shown)
         texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
         texts += [written(f"env.{name}", value) for name, value in script.env]
@@ -66,8 +69,10 @@ class ScriptProber(Prober):
         return [*command, *texts, *options, "--", *own]
 
     def learn(self, good: Target, bad: Target) -> None:
-        """Complete the definition of the failure from the ends. Raises ConfigError or
-        MeasureError."""
+        """Complete the definition of the failure from the ends.
+
+        Raises ConfigError or MeasureError.
+        """
         if not self.script.failure.text:
             for end in (bad, good):
                 failure = self._failure_of(end)
@@ -88,8 +93,10 @@ class ScriptProber(Prober):
         return None
 
     def _find_limit(self, good: Target, bad: Target) -> None:
-        """Use the value halfway between the ends as the limit. They have to differ by more than
-        their noise."""
+        """Use the value halfway between the ends as the limit.
+
+        The ends have to differ by more than their noise.
+        """
         metric = self.script.failure.metric
         assert metric is not None
         values = {end.name: self._values(end) for end in (good, bad)}
@@ -189,8 +196,7 @@ def _checked(case: AdhocCase, made: Made) -> Iterator[str]:
 
 
 def _first_failure(made: Made) -> Iterator[str]:
-    """Yield the innermost frames and the failure in the form that --error takes, else the rank's
-    last lines."""
+    """Yield the innermost frames and the failure as --error takes it, else the last log lines."""
     primary = made["outcome"]["primary"]
     if not primary:
         return
@@ -206,8 +212,7 @@ def _first_failure(made: Made) -> Iterator[str]:
 
 
 def _stacks(observation: Observation) -> Iterator[str]:
-    """Yield the innermost frames of each rank's main thread in a hang; ranks at the same place
-    together."""
+    """Yield the innermost frames of each rank's main thread in a hang, grouped by place."""
     places: dict[tuple[str, ...], list[int]] = {}
     for rank in Evidence(observation).ranks:
         threads = parse_threads(rank.stack) if rank.stack else []
@@ -221,8 +226,10 @@ def _stacks(observation: Observation) -> Iterator[str]:
 
 
 def _unraised(case: AdhocCase, observation: Observation) -> Iterator[str]:
-    """Yield the ranks in whose logs the named error is, as of a child process, though no rank
-    raised it."""
+    """Yield the ranks that have the given error in their logs but did not raise it.
+
+    It may be that of a child process.
+    """
     for signature in case.signatures:
         if signature.kind != "exception" or not signature.type:
             continue

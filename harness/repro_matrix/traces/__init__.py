@@ -1,1 +1,1 @@
-"""Traces of two trainings -> the first tensor that differs by more than rounding explains. Pure."""
+"""Find the first tensor of two trainings that differs by more than rounding explains. Pure."""

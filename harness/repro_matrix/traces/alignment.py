@@ -1,10 +1,9 @@
-"""One step of a training, whatever its ranks and micro-batches, as a table of rows per tensor.
-Pure.
+"""Read one step of a training as a table of rows per tensor.
 
-Sketches are linear: the slices of a sharded tensor, and the addends of a partial one, add up to the
-sketch of the whole. Samples are known by a number of their inputs, and equal ones by counting.
-Ranks that saw the same samples (replicas of tensor parallelism) are one group; there are as many
-groups as the data is divided between.
+Pure. Sketches are linear: the slices of a sharded tensor, and the addends of a partial one, add up
+to the sketch of the whole. Samples are known by a number of their inputs, and equal ones by
+counting. Ranks that saw the same samples (replicas of tensor parallelism) are one group; there are
+as many groups as the data is divided between.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Owner = tuple[tuple[int, ...], int]  # ranks, and the micro-batch; -1: not of on
 
 
 class Key(NamedTuple):
-    """Which tensor of a step."""
+    """Identify a tensor of a step."""
 
     kind: str  # of its event
     name: str
@@ -44,9 +43,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor: a row per sample, or per batch (local gradients), or per rank that holds the whole;
-    one row where ranks hold slices. ``ids`` are the same on both sides of a comparison, ``owners``
-    say where a row comes from."""
+    """Hold a tensor: a row per sample, per batch (local gradients) or per rank.
+
+    A row per rank is that of the whole; there is one row if ranks have slices. ``ids`` are the same
+    on both sides of a comparison, ``owners`` say where a row comes from.
+    """
 
     ids: list[Sample]
     owners: list[Owner]
@@ -61,8 +62,10 @@ class Rows:
         return Rows(ids, owners, self.values[chosen], self.norms[chosen], self.shape, self.dtype)
 
     def norms_of(self, groups: Mapping[int, tuple[int, ...]]) -> Rows:
-        """Return one norm per sample and group, where ranks have slices whose place in the whole is
-        not known."""
+        """Return one norm per sample and group.
+
+        For ranks with slices whose place in the whole is not known.
+        """
         squares: dict[tuple[Sample, Owner], float] = {}
         for id_, (ranks, micro), norm in zip(self.ids, self.owners, self.norms):
             place = id_, (groups[ranks[0]], micro)
@@ -76,8 +79,11 @@ NOTHING = Rows([], [], np.zeros((0, 1)), np.zeros(0))
 
 
 class Step:
-    """One step of a training. ``names``: how names of this side are called on the other; ``roots``:
-    the same of the numbers of its models."""
+    """Read one step of a training.
+
+    ``names``: how names of this side are called on the other; ``roots``: the same for the numbers
+    of its models.
+    """
 
     def __init__(
         self,
@@ -120,8 +126,7 @@ class Step:
         self.events.setdefault(key, []).append((rank, event))
 
     def _called(self, name: str) -> str:
-        """Return how the other side calls a parameter, a buffer, or a module with its model before
-        it."""
+        """Return the other side's name of a parameter, a buffer or a module."""
         found = ROOT.match(name)
         root = int(found[1]) if found else 0
         if root in self.roots:
@@ -133,13 +138,12 @@ class Step:
 
     @cached_property
     def called(self) -> list[int]:
-        """The models in the order of their first calls."""
+        """Return the models in the order of their first calls."""
         return list(dict.fromkeys(batch[0] for batch in self.batches.values()))
 
     @cached_property
     def groups(self) -> list[tuple[int, ...]]:
-        """Ranks by the samples that they saw, where the model may be split between ranks; else each
-        rank for itself."""
+        """Group the ranks by the samples that they saw, if the model may be split between ranks."""
         split = any("TP" in wrapper or wrapper == "none" for wrapper in self.trace.wrappers)
         groups: dict[Hashable, tuple[int, ...]] = {}
         for rank in sorted(self.trace.ranks):
@@ -155,7 +159,7 @@ class Step:
 
     @cached_property
     def ids(self) -> dict[tuple[int, int], list[Sample]]:
-        """The samples of each rank and micro-batch."""
+        """Return the samples of each rank and micro-batch."""
         seen: Counter[Hashable] = Counter()
         found: dict[tuple[int, int], list[Sample]] = {}
         for (rank, micro), (root, samples, _, grad) in sorted(self.batches.items()):
@@ -169,8 +173,7 @@ class Step:
 
     @cached_property
     def micro_batches(self) -> dict[tuple[int, int], int]:
-        """The number of each call of a rank among those of the same model, with gradients or
-        without."""
+        """Number each call of a rank among those of the same model, with gradients or without."""
         calls: Counter[Hashable] = Counter()
         found: dict[tuple[int, int], int] = {}
         for (rank, call), (root, _, _, grad) in sorted(self.batches.items()):
@@ -189,8 +192,10 @@ class Step:
 
     @property
     def trained(self) -> dict[Sample, Owner]:
-        """The samples of calls with gradients: an evaluation beside the training is no difference
-        of its data."""
+        """Return the samples of calls with gradients.
+
+        An evaluation during the training does not change its data.
+        """
         return {id_: owner for id_, owner in self.samples.items() if id_[2]}
 
     @cached_property
@@ -203,7 +208,7 @@ class Step:
 
     @cached_property
     def parameters(self) -> dict[str, tuple[str, bool]]:
-        """The dtype of each parameter, and whether it is trained."""
+        """Return the dtype of each parameter, and True if it is trained."""
         return {self._called(name): each for name, each in self.trace.parameters.items()}
 
     def trains(self, name: str) -> bool:
@@ -211,7 +216,7 @@ class Step:
 
     @cached_property
     def coarsest(self) -> str:
-        """The dtype of least precision in which an output was computed."""
+        """Return the dtype of least precision in which an output was computed."""
         dtypes = {
             str(events[0][1]["dtype"]) for key, events in self.events.items() if key.kind == "fwd"
         }
@@ -219,7 +224,7 @@ class Step:
 
     @property
     def shows_updates(self) -> bool:
-        """Whether a parameter without a value after the step has the one from before it."""
+        """Return True if a parameter without a value after the step still has the one before it."""
         return not self.stopped and ("param" in self.kinds or not self.optimizers)
 
     def has(self, key: Key) -> bool:
@@ -230,12 +235,14 @@ class Step:
 
     @cached_property
     def kinds(self) -> set[str]:
-        """The kinds of tensors that there are."""
+        """Return the kinds of tensors that there are."""
         return {key.kind for key in self.events}
 
     def rows(self, key: Key) -> Rows:
-        """Return a tensor. Slices and addends are added up: within the group that saw a batch, or
-        over all ranks."""
+        """Return a tensor, with slices and addends added up.
+
+        They are added within the group that saw a batch, or over all ranks.
+        """
         blocks: dict[Owner, Array] = {}
         events = (
             self.events.get(key) or self.events[key._replace(kind="state")]
@@ -270,8 +277,10 @@ class Step:
         )
 
     def addends(self, name: str, rank: int) -> tuple[list[Owner], Array]:
-        """Return the local gradients whose sum reaches a rank: one of each group and
-        micro-batch."""
+        """Return the local gradients whose sum reaches a rank.
+
+        One of each group and micro-batch.
+        """
         key = Key("lgrad", name)
         rows = self.rows(key) if key in self.events else NOTHING
         chosen: dict[Owner, int] = {}
@@ -294,8 +303,10 @@ class Step:
         return Rows([(0,)] * len(ranks), ranks, values, np.sqrt(np.mean(values * values, axis=1)))
 
     def clip_factors(self) -> Rows | None:
-        """By which factor gradients changed before the optimizer: a row per rank. None where no one
-        factor says it."""
+        """Return the factors by which gradients changed before the optimizer: a row per rank.
+
+        None if no single factor explains the change.
+        """
         stacks: dict[Owner, list[tuple[Array, Array]]] = {}
         for key in self.events:
             if key.kind == "ograd" and (before := key._replace(kind="rgrad")) in self.events:
@@ -330,8 +341,7 @@ def factor(good: Array, bad: Array) -> tuple[float, float]:
 
 
 def differences(good: Array, bad: Array, norms: Array) -> Array:
-    """Return the relative size of the difference of each row; infinite where one side alone is not
-    a number."""
+    """Return the relative size of each row's difference; infinite if one side is not a number."""
     width = np.sqrt(good.shape[1])
     norms = np.maximum(norms, 1e-6 * np.max(norms, initial=0.0, where=np.isfinite(norms)))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -356,7 +366,9 @@ def paired(good: Rows, other: Rows) -> list[tuple[int, int]]:
 
 
 def replaced_models(good: Step, bad: Step) -> dict[int, int]:
-    """Return the models of the bad side that are called in the place of one of the good side's: a
-    callback or a copy replaced it."""
+    """Return the models of the bad side that are called in the place of one of the good side.
+
+    A callback or a copy replaced them.
+    """
     theirs = [root for root in bad.called if root not in good.called]
     return dict(zip(theirs, (root for root in good.called if root not in bad.called)))

@@ -1,8 +1,8 @@
-"""Compare two trainings step by step, stage by stage in causal order, until something is off. Pure.
+"""Compare two trainings step by step, stage by stage in causal order, until something is off.
 
-Where the reduced gradients agree, local gradients and loss weights are right however they were
-divided. A module whose output agrees is right however it computes inside. Nothing agrees of which
-too little was compared.
+Pure. If the reduced gradients agree, local gradients and loss weights are right however they were
+divided. A module whose output agrees is right however it computes inside. Nothing agrees if too
+little of it was compared.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ ON_SHARED = (
 
 
 def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
-    """Return the first event of the bad side that is outside the tolerance that the noise runs
-    give."""
+    """Return the first event of the bad side outside the tolerance that the noise runs give."""
     for side, trace in (("the good side", good), ("the bad side", bad)):
         if not trace.ranks:
             return Location("inconclusive", reason=f"{side} left no trace in {trace.folder.name}")
@@ -81,8 +80,11 @@ def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
 
 
 def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]:
-    """Return ``{"steps": [0, ...], "rows": [{"module": name, "cells": [largest size/tolerance or
-    None, ...]}, ...]}``; modules in the order of the good side."""
+    """Return the largest difference of each module in each step, in units of its tolerance.
+
+    As ``{"steps": [0, ...], "rows": [{"module": name, "cells": [number or None, ...]}, ...]}``;
+    modules in the order of the good side.
+    """
     steps: list[int] = []
     cells: dict[str, dict[int, float]] = {}
     for pair, _ in steps_of(good, bad, noise):
@@ -107,8 +109,7 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
 
 
 def steps_of(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
-    """Yield each step that both sides have, and the same step of the good side and its runs with
-    noise."""
+    """Yield each step that both sides have, and the same step of the runs with noise."""
     names: dict[str, str] = {}
     shown: frozenset[str] = frozenset()
     for number in sorted({*good.steps} & {*bad.steps}):
@@ -196,7 +197,7 @@ def _data(pair: Pair, total: Total) -> Location | None:
 
 
 def _taken_from(step: Step, extra: Sequence[Sample]) -> list[str]:
-    """Say which ranks train on samples of others, where all of their extra samples are such."""
+    """List the ranks that train on other ranks' samples, if all of their extra samples are such."""
     taken: dict[
         tuple[int, ...], set[tuple[int, ...] | None]
     ] = {}  # ranks -> whose samples they have
@@ -218,7 +219,7 @@ def _taken_from(step: Step, extra: Sequence[Sample]) -> list[str]:
 
 
 def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
-    """Return the first difference of a step. ``stages``: only of these."""
+    """Return the first difference of a step, of these stages if any are given."""
     wrong = [each for each in _wrong(pair) if not stages or each.stage in stages]
     first = wrong[0] if wrong else None
     before = pair.differences[: pair.differences.index(first)] if first else pair.differences
@@ -335,8 +336,10 @@ def _absorbed(pair: Pair) -> list[Difference]:
 
 
 def _follow_from_an_edit(pair: Pair) -> list[Difference]:
-    """A gradient that is further off than the clipping was changed before it: norm and other
-    gradients follow."""
+    """Return what follows from a gradient that was changed before the clipping.
+
+    Such a gradient is further off than the clipping; the norm and other gradients follow from it.
+    """
     clipping = [each for each in pair.differences if each.stage == "clipping" and each.wrong]
     received = [
         each
@@ -349,8 +352,10 @@ def _follow_from_an_edit(pair: Pair) -> list[Difference]:
 
 
 def _confirmed(pair: Pair, missing: Difference) -> bool:
-    """A hook may see less on one side. Where a gradient is not there, what follows from it is wrong
-    too."""
+    """Return True if what follows from a missing gradient is wrong too.
+
+    A hook may see less on one side.
+    """
     name, later = missing.key.name, list(STAGES)[list(STAGES).index(missing.stage) + 1 :]
     follows = [
         each.wrong
@@ -363,8 +368,7 @@ def _confirmed(pair: Pair, missing: Difference) -> bool:
 
 
 def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:
-    """Both sides draw random numbers in each forward pass, and from another state or for other
-    batches."""
+    """Return True if both sides draw random numbers in each forward pass, and not the same ones."""
     good, other = (
         [rank.random for _, rank in sorted(s.trace.ranks.items())] for s in (pair.good, pair.other)
     )
@@ -385,7 +389,7 @@ def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:
 
 
 def _stopped(good: Trace, bad: Trace) -> Location | None:
-    """Say that a side ended early; whether it ended by itself or its trace was cut."""
+    """Report a side that ended early, by itself or because its trace was cut."""
     for name, trace, other in (("bad side", bad, good), ("good side", good, bad)):
         lacking = [step for step in other.complete_steps if step not in trace.complete_steps]
         ranks = tuple(trace.stopped_in(lacking[0])) if lacking else ()

@@ -1,4 +1,4 @@
-"""What was compared so far, and whether that is enough to say that two trainings agree. Pure."""
+"""Count what was compared, and judge if that is enough to say that two trainings agree. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = {"forward pass": ("forward",), "gradient": GRADIENTS, "update": ("updat
 
 
 class Total:
-    """What was compared in the steps so far."""
+    """Count what was compared in the steps so far."""
 
     def __init__(self, good: Trace, bad: Trace, noise: Sequence[Trace]) -> None:
         self.good, self.bad, self.noise = good, bad, noise

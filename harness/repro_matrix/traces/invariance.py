@@ -1,5 +1,4 @@
-"""Say why two configurations of one script need not compute the same: what is not invariant by
-design. Pure."""
+"""Explain why two configurations of one script need not compute the same, by design. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ SETTINGS = (
 
 
 def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> str:
-    """Return why a difference between two configurations is no error of the script or its stack;
-    empty where it is."""
+    """Return why a difference is no error of the script or its stack; empty if it is one."""
     module = found.place.partition(",")[0]
     split = any("TP" in wrapper for trace in (good, bad) for wrapper in trace.wrappers)
     if found.stage == "random draws" or (
@@ -63,8 +61,11 @@ def _draws(trace: Trace) -> bool:
 
 
 def _batch_norm(found: Location, place: str, good: Trace, bad: Trace) -> str:
-    """Return the batch norm that explains a difference: the sides divide the samples of the step
-    into other micro-batches, and it is at the place or computes before it, in training mode."""
+    """Return the batch norm that explains a difference.
+
+    The sides divide the samples of the step into other micro-batches, and the norm is at the place
+    or computes before it, in training mode.
+    """
     if found.step is None or found.stage in SETTINGS:
         return ""
     batches = [
@@ -88,8 +89,7 @@ def _batch_norm(found: Location, place: str, good: Trace, bad: Trace) -> str:
 
 
 def _tracks(trace: Trace, step: int, norm: str) -> bool:
-    """Whether a batch norm has updated its statistics in the step, as it does in training mode
-    only."""
+    """Return True if a batch norm updated its statistics in the step, as in training mode only."""
     values: dict[str, set[bytes]] = {}
     for rank, event in trace.events(step):
         if (
@@ -103,8 +103,10 @@ def _tracks(trace: Trace, step: int, norm: str) -> bool:
 
 
 def _other_samples(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace]) -> str:
-    """Return that the two need not train on the same samples, unless one trains on some twice or
-    has other labels."""
+    """Return that the two need not train on the same samples.
+
+    It is an error if one trains on some twice or has other labels.
+    """
     advice = "Give what keeps the samples of a step the same, such as the batch size"
     numbers = [number for number in good.complete_steps if number in bad.complete_steps]
     sizes = [tuple(len(Step(trace, number).trained) for trace in (good, bad)) for number in numbers]
@@ -124,8 +126,7 @@ def _other_samples(found: Location, good: Trace, bad: Trace, noise: Sequence[Tra
 
 
 def _repeats(good: Trace, bad: Trace, number: int) -> bool:
-    """Return whether one side trains again on samples of this or an earlier step in the place of
-    the other's."""
+    """Return True if one side trains again on earlier samples in the place of the other's."""
     sides = []
     for trace in (good, bad):
         before = {
@@ -144,12 +145,12 @@ def _repeats(good: Trace, bad: Trace, number: int) -> bool:
 
 
 def _own_averages(pair: Pair) -> str:
-    """Return that each rank and micro-batch averages its own loss, where that explains the weights
-    of the samples.
+    """Return that each rank and micro-batch averages its own loss, if that explains the weights.
 
     The mean over n of N labels weighs each label N / n / K of what it weighs in the mean over all
     N, for K means. These weights are equal within each batch, and the mean of their reciprocals is
-    1."""
+    1.
+    """
     cells: dict[Hashable, list[float]] = {}
     for (sample, _), (scale, _, (ranks, micro)) in pair.weights.items():
         good = pair.good.samples.get(sample)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""The answer of a comparison: where the bad side training first differs from the good one. Pure."""
+"""Hold the answer of a comparison: the place at which the bad side first differs. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WHAT = {
 
 @dataclass
 class Coverage:
-    """What was compared, and what was not."""
+    """Count what was compared, and what was not."""
 
     good: str = ""  # the strategy that really ran
     bad: str = ""
@@ -58,15 +58,13 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Location:
-    """The first difference in causal order; or that there is none; or why nothing can be said.
+    """Hold the first difference in causal order, or that there is none, or why that is unknown.
 
-    ``ranks`` and ``micro`` are those of the bad side; empty where all are meant. ``size``,
-    ``tolerance`` and
-    ``rounding`` are relative differences; ``size`` is None where no number says it (a setting,
-    data, a tensor that is
-    not a number). ``factor``: times the good side's, where that explains the difference.
-    ``largest``: the largest size/tolerance, where both agree. ``beyond``: where the data differ,
-    the first difference on the samples that both trainings saw.
+    ``ranks`` and ``micro`` are those of the bad side; empty means all. ``size``, ``tolerance`` and
+    ``rounding`` are relative differences; ``size`` is None if no number describes it (a setting,
+    data, a tensor that is not a number). ``factor``: times the good side's, if that explains the
+    difference. ``largest``: the largest size/tolerance, if both agree. ``beyond``: if the data
+    differ, the first difference on the samples that both trainings saw.
     """
 
     verdict: Literal["differs", "agrees", "inconclusive"]
@@ -94,14 +92,12 @@ class Location:
 
     @property
     def failure(self) -> str:
-        """Return the place and the size, without what two releases with the same error may differ
-        in."""
+        """Return the place and the size, without what differs between two releases."""
         size = "" if self.size is None else f", off by {self.size:.3g}"
         return f"{self.stage}, {self.place}{size}" + (f": {self.relation}" if self.relation else "")
 
     def repeats(self, other: Location) -> bool:
-        """Return whether this is the other's error: at the same place, and of the same size but for
-        rounding."""
+        """Return True if this is the other's error: the same place and, but for rounding, size."""
         if (self.stage, self.place) != (other.stage, other.place):
             return False
         if self.size is None or other.size is None:

@@ -1,5 +1,4 @@
-"""Modules and parameters that another release renamed: known by class, order, shape and initial
-value. Pure."""
+"""Recognize renamed modules and parameters by class, order, shape and initial value. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from repro_matrix.traces.alignment import Key, Step
 
 
 def renamed(good: Step, bad: Step) -> dict[str, str]:
-    """Return the names of the bad side's modules and parameters that are called differently on the
-    good side."""
+    """Return the good side's names for modules and parameters that the bad side renamed."""
     theirs, ours = bad.trace.modules, good.trace.modules
     names: dict[str, str] = {}
     listed, known = _parameters(good), _parameters(bad)

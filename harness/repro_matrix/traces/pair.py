@@ -1,12 +1,13 @@
-"""The same step of two trainings, tensor by tensor: how much each differs, in causal order.
-Pure."""
+"""Compare one step of two trainings tensor by tensor, in causal order. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,10 +55,19 @@ ALIKE = 1e-5  # rounding, for tensors that few operations made
 COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad", "ograd")  # a gradient that is not there
 
 
+class OtherRows(NamedTuple):
+    """Hold the rows of the other side, and where each comes from."""
+
+    values: Array
+    owners: Sequence[Owner]
+
+
 @dataclass
 class Difference:
-    """By how much one tensor differs: a relative size per row. ``missing``: the other side does not
-    have it."""
+    """Hold by how much one tensor differs: a relative size per row.
+
+    ``missing``: the other side does not have the tensor.
+    """
 
     stage: Stage
     key: Key
@@ -77,8 +87,10 @@ class Difference:
 
     @property
     def overall(self) -> float:
-        """The relative difference of all rows together; infinite where a row is not a number on one
-        side only."""
+        """Return the relative difference of all rows together.
+
+        Infinite if a row is not a number on one side only.
+        """
         if not np.isfinite(self.size):
             return float("inf")
         norm = float(np.linalg.norm(self.good))
@@ -90,7 +102,7 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """The module or parameter."""
+        """Return the module or parameter."""
         return (self.key.name or "the model") + (f", call {self.key.call}" if self.key.call else "")
 
     @property
@@ -100,8 +112,10 @@ class Difference:
 
 @dataclass
 class Pair:
-    """A step of the good side and the same step of another. ``shown``: the kinds of the other
-    side's events in earlier steps."""
+    """Compare a step of the good side with the same step of another.
+
+    ``shown``: the kinds of the other side's events in earlier steps.
+    """
 
     good: Step
     other: Step
@@ -130,19 +144,19 @@ class Pair:
 
     @cached_property
     def expected_weight(self) -> float:
-        """A mean over the samples of one group weighs each more than a mean over all."""
+        """Return the weight of a sample in a mean over one group, relative to a mean over all."""
         return len(self.other.groups) / max(len(self.good.groups), 1)
 
     @cached_property
     def common_weight(self) -> float:
-        """By how much all losses of the other side are scaled; a reduction may undo that."""
+        """Return the factor that scales all losses of the other side; a reduction may undo it."""
         scales = [scale for scale, _, _ in self.weights.values()]
         scale = float(np.median(scales)) / self.expected_weight if scales else 1.0
         return scale if np.isfinite(scale) and scale > 0 else 1.0
 
     @cached_property
     def no_step(self) -> str:
-        """Which side's optimizer made no step: "bad side" or "good side", if the other's did."""
+        """Return the side whose optimizer made no step although the other's did, or nothing."""
         updates = [each for each in self.differences if each.stage == "update"]
         sides = {
             "bad side": [each.bad for each in updates],
@@ -154,8 +168,7 @@ class Pair:
         )
 
     def left_out(self, name: str) -> bool:
-        """Return whether the other side's optimizer does not have this parameter, and gets the
-        gradients of others.
+        """Return True if the other side's optimizer omits a parameter, but gets other gradients.
 
         Outside of ZeRO, whose trace has the values of every parameter, only an optimizer's
         parameters have an update.
@@ -168,8 +181,10 @@ class Pair:
 
     @property
     def reduced_later(self) -> bool:
-        """Return whether the script reduces its gradients itself: ranks get the same ones, which
-        did not have them."""
+        """Return True if the script reduces its gradients itself.
+
+        The ranks get the same ones, although they did not have them before.
+        """
         rows = {
             kind: [each.bad for each in self.differences if each.key.kind == kind]
             for kind in ("rgrad", "ograd")
@@ -186,8 +201,10 @@ class Pair:
         return self.good.coarsest in LOW
 
     def judge(self, noise: Sequence[Pair]) -> None:
-        """Set the tolerance of each difference. ``noise``: the good side and its runs with
-        noise."""
+        """Set the tolerance of each difference.
+
+        ``noise``: the good side and its runs with noise.
+        """
         measured: dict[Stage, dict[Key, float]] = {stage: {} for stage in STAGES}
         for each in (each for pair in noise for each in pair.differences):
             sizes = measured[each.stage]
@@ -207,28 +224,22 @@ class Pair:
                 each.tolerance = tolerance(each.rounding, each.dtype, self.low, each.floor)
 
     def add(
-        self,
-        stage: Stage,
-        key: Key,
-        good: Rows,
-        bad: Array,
-        owners: Sequence[Owner],
-        floor: float = 1.0,
-        missing: bool = False,
-    ) -> None:
+        self, stage: Stage, key: Key, rows: Rows, other: OtherRows, floor: float = 1.0
+    ) -> Difference | None:
         """Record by how much rows differ, relative to the good side's norms."""
-        keep = np.isfinite(good.values).all(axis=1) | np.isfinite(bad).all(axis=1)
+        good, bad = rows.values, other.values
+        keep = np.isfinite(good).all(axis=1) | np.isfinite(bad).all(axis=1)
         if not keep.all():
             self.not_numbers.append(key)
-        if keep.any():
-            sizes = differences(good.values, bad, good.norms)[keep]
-            kept = [owner for owner, each in zip(owners, keep) if each]
-            usual = self.good.coarsest if stage == "clipping" else "float32"
-            dtype = good.dtype or self.good.parameters.get(key.name, (usual,))[0]
-            rows = good.values[keep], bad[keep]
-            self.differences.append(
-                Difference(stage, key, sizes, kept, *rows, dtype, floor, missing)
-            )
+        if not keep.any():
+            return None
+        sizes = differences(good, bad, rows.norms)[keep]
+        owners = list(compress(other.owners, keep))
+        usual = self.good.coarsest if stage == "clipping" else "float32"
+        dtype = rows.dtype or self.good.parameters.get(key.name, (usual,))[0]
+        found = Difference(stage, key, sizes, owners, good[keep], bad[keep], dtype, floor)
+        self.differences.append(found)
+        return found
 
     def _match(self, key: Key) -> tuple[Rows, Rows] | None:
         """Return the rows of both sides that belong together; None where nothing does."""
@@ -265,7 +276,9 @@ class Pair:
             self._lacking(key, other, shown) if key.kind in COUNTS_AS_ZERO else (NOTHING, [])
         )
         if owners:
-            self.add(stage, key, lacking, np.zeros_like(lacking.values), owners, missing=True)
+            zeros = OtherRows(np.zeros_like(lacking.values), owners)
+            if found := self.add(stage, key, lacking, zeros):
+                found.missing = True
         elif not shown:
             self.not_aligned.append(key)
         if not rows.ids:
@@ -290,7 +303,7 @@ class Pair:
                 # change.
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))
                 rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
-        self.add(stage, key, rows, values, other.owners, floor)
+        self.add(stage, key, rows, OtherRows(values, other.owners), floor)
 
     def _lacking(self, key: Key, arrived: Rows, shown: bool) -> tuple[Rows, list[Owner]]:
         """Return the rows of a gradient that the other side should have and does not, and where."""
@@ -314,8 +327,10 @@ class Pair:
         return rows.select(lacking), [owners[rows.ids[row]] for row in lacking]
 
     def _weigh(self, keys: Iterable[Key]) -> None:
-        """Find how the loss of each sample is weighed: the scale of its gradient where the backward
-        pass begins."""
+        """Find the weight of each sample's loss.
+
+        It is the scale of the sample's gradient at the beginning of the backward pass.
+        """
         self.weights: dict[
             tuple[Hashable, int], tuple[float, float, Owner]
         ] = {}  # by rank: scale, residue, owner
@@ -349,7 +364,7 @@ class Pair:
             # Where the direction changed too, the gradient differs and not its weight.
             weights[np.abs(weights[:, 0] - 1) < 10 * np.array(rests)] = 1.0
             ones = Rows([], [], np.ones_like(weights), np.ones(len(weights)))
-            self.add("loss weight", Key("loss", "loss"), ones, weights, owners)
+            self.add("loss weight", Key("loss", "loss"), ones, OtherRows(weights, owners))
 
     def _compare_factors(self) -> None:
         """Compare by which factors gradients were clipped, whatever the norms say."""
@@ -357,7 +372,9 @@ class Pair:
         if factors and others:
             values = np.repeat(factors.values[:1], len(others.values), axis=0)
             rows = Rows([], [], values, np.abs(values[:, 0]))
-            self.add("clipping", Key("clip", "factor"), rows, others.values, others.owners)
+            self.add(
+                "clipping", Key("clip", "factor"), rows, OtherRows(others.values, others.owners)
+            )
 
 
 def _is_slice(part: Sequence[str], whole: Sequence[str], size: int) -> bool:
@@ -369,8 +386,10 @@ def _is_slice(part: Sequence[str], whole: Sequence[str], size: int) -> bool:
 
 
 def _same_for_all(good: Rows, other: Rows) -> bool:
-    """A tensor that belongs to no sample, and is the same for one call as for another of other
-    samples, is so for all: positions, masks."""
+    """Return True for a tensor that belongs to no sample: positions, masks.
+
+    It is the same for one call as for another of other samples, so it is for all.
+    """
     rows, kinds = (
         np.concatenate([good.values[:1], other.values]),
         {each[0] for each in (*good.ids, *other.ids)},

@@ -1,6 +1,6 @@
 """Read the traces that the ranks of one training wrote. Pure but for reading files.
 
-A trace is a file of JSON lines per rank. A line that is cut or is no event is left out. A rank
+A trace is a file of JSON lines per rank. A line that is cut or is no event is skipped. A rank
 without a file, or whose trace has no last line, counts as stopped.
 """
 
@@ -27,7 +27,7 @@ _FILE = re.compile(r"trace-(\d+)(?:\.(.+))?\.jsonl")
 
 @dataclass
 class RankTrace:
-    """What one rank wrote."""
+    """Hold the events that one rank wrote."""
 
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
@@ -66,7 +66,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one training, all ranks."""
+    """Hold the trace of one training, all ranks."""
 
     folder: Path
     ranks: dict[int, RankTrace] = field(default_factory=dict)
@@ -106,13 +106,13 @@ class Trace:
 
     @property
     def wrappers(self) -> list[str]:
-        """The strategy of each model; parameters without one belong to an optimizer only."""
+        """Return the strategy of each model; parameters without one belong to an optimizer only."""
         models = (model["strategy"] for model in self.models if model["names"])
         return list(dict.fromkeys(strategy["wrapper"] for strategy in models))
 
     @property
     def strategy(self) -> str:
-        """What really ran: ``FSDP2, 24 parameters sharded, 2 ranks``."""
+        """Describe what really ran: ``FSDP2, 24 parameters sharded, 2 ranks``."""
         kinds = " and ".join(self.wrappers) or "unknown"
         sharded = {
             str(model["strategy"]["sharded"])
@@ -124,12 +124,12 @@ class Trace:
 
     @property
     def notes(self) -> list[str]:
-        """What the tracer could not see, and what could not be read."""
+        """Return what the tracer could not see, and what could not be read."""
         return list(dict.fromkeys(note for each in self.ranks.values() for note in each.notes))
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a file of the code that ran has been edited since."""
+        """Return True if a file of the code that ran has been edited since."""
         files = {item for each in self.ranks.values() for item in each.files.items()}
         return any(
             not Path(path).is_file() or _hash(Path(path)) != digest for path, digest in files
@@ -150,7 +150,10 @@ class Trace:
 
 
 def read_trace(folder: Path, side: str = "") -> Trace:
-    """Read the trace in a folder. ``side``: the training, where one process traced several."""
+    """Read the trace in a folder.
+
+    ``side``: the training, if one process traced several.
+    """
     trace = Trace(Path(folder))
     for path in sorted(trace.folder.iterdir()) if trace.folder.is_dir() else ():
         match = _FILE.fullmatch(path.name)

@@ -1,5 +1,4 @@
-"""Describe what holds instead of equality: factors, and combinations of the local gradients.
-Pure."""
+"""Describe what is true instead of equality: factors, and sums of the local gradients. Pure."""
 
 from __future__ import annotations
 
@@ -33,8 +32,10 @@ def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tupl
 
 
 def describe_relation(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Owner]]:
-    """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage,
-    in order."""
+    """Describe what is true instead of equality, and where that comes from.
+
+    ``wrong``: the differences of one stage, in order.
+    """
     first = wrong[0]
     if first.missing:
         frozen = "the bad side does not train this parameter (requires_grad is False)"
@@ -91,8 +92,7 @@ def describe_factor(good: Array, bad: Array) -> str:
 
 
 def proportion(good: Array, bad: Array) -> float | None:
-    """Return the factor by which one is the other, where that explains (nearly) all of the
-    difference."""
+    """Return the factor between both sides, if it explains (nearly) all of the difference."""
     scale, rest = factor(good, bad)
     return scale if rest < 0.05 * abs(scale - 1) else None
 
@@ -104,10 +104,10 @@ def times(scale: float) -> str:
 
 
 def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, list[Owner]]:
-    """Say which local gradients (of a rank, of a micro-batch, or one), scaled by which factor,
-    explain a wrong sum.
+    """Find the local gradients whose scale explains a wrong sum, and the factor.
 
-    ``total``: the good side's sum. ``rank``: that gets the sum.
+    They are of one rank or of one micro-batch, or a single one. ``total``: the good side's sum.
+    ``rank``: that gets the sum.
     """
     sources, values = pair.other.addends(name, rank)
     values = values / (pair.common_weight * pair.expected_weight)
@@ -131,10 +131,10 @@ def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, 
 def _describe_reduction(
     pair: Pair, wrong: Sequence[Difference], ranks: Iterable[int], alike: bool
 ) -> tuple[str, list[Owner]]:
-    """Say which sums of the local gradients ``ranks`` have as reduced gradients, and which addends
-    are odd.
+    """Describe the sums of local gradients that ``ranks`` have, and find the odd addends.
 
-    ``alike``: all ranks have the same sum."""
+    ``alike``: all ranks have the same sum.
+    """
     found: dict[
         str, tuple[list[int], str, list[Owner]]
     ] = {}  # name of the error -> ranks, sum, odd addends
@@ -155,11 +155,11 @@ def _describe_reduction(
 def _describe_sum_of(
     pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool
 ) -> tuple[str, str, list[Owner]]:
-    """Find the weight of each local gradient in a rank's reduced gradients, by least squares over
-    parameters.
+    """Find the weight of each local gradient in a rank's reduced gradients, by least squares.
 
-    Return the name of the error; the sum, where it is short or the error has no name; and the odd
-    addends."""
+    Returns the name of the error; the sum, if it is short or the error has no name; and the odd
+    addends.
+    """
     systems: list[tuple[Array, Array]] = []
     sources: list[Owner] = []
     for each in wrong[:MOST_PARAMETERS]:
@@ -205,9 +205,11 @@ def _describe_sum_of(
 def _name(
     weights: Array, sources: Sequence[Owner], numbers: Sequence[int], share: float, rank: int | None
 ) -> tuple[str, list[Owner]]:
-    """Name an error by the weights of the local gradients, each of which should be ``share``, and
-    return the odd ones: all alike, else by micro-batch, else by rank. ``rank``: that has this sum,
-    where the ranks' differ."""
+    """Name an error by the weights of the local gradients, and return the odd ones.
+
+    Each weight should be ``share``. The error is one of all, else by micro-batch, else by rank.
+    ``rank``: that has this sum, if the ranks' sums differ.
+    """
     ranks = [each[0] for each, _ in sources]
     own = np.array([rank is not None and rank in each for each, _ in sources])
     for what, values in (("", [0] * len(ranks)), ("micro-batch", numbers), ("rank", ranks)):
@@ -233,10 +235,11 @@ def _name(
 
 
 def _kind(weights: Array, own: Array, share: float) -> str | None:
-    """Return what is wrong with these weights, each of which should be 1; empty: nothing; None: no
-    one thing.
+    """Return what is wrong with these weights, each of which should be 1.
 
-    ``own``: which of them are the rank's own, where the ranks have different sums."""
+    Empty: nothing; None: no single thing. ``own``: the weights of the rank's own gradients, if the
+    ranks have different sums.
+    """
     zero = np.abs(weights) < RESIDUE
     if own.any() and not own.all() and zero[~own].all() and not zero[own].all():
         return "not reduced over the ranks"

@@ -1,4 +1,4 @@
-"""The settings of optimizers, compared exactly. Pure."""
+"""Compare the settings of optimizers exactly. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _groups(step: Step) -> list[Any]:
 
 
 def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
-    """Compare group by group. Settings that only one release has are left out."""
+    """Compare group by group, but not settings that only one release has."""
     right = [group for event in theirs for group in event["groups"]]
     first = [name for event in theirs for name in event.get("first", ())]
     for place, (group, other) in enumerate(zip(ours, right) if len(ours) == len(right) else ()):
@@ -53,8 +53,7 @@ def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | 
 
 
 def _other_step(good: Step, place: int, name: str, value: Any) -> str:
-    """Say that the value is that of the good side's next or previous step: a scheduler stepped more
-    or less often."""
+    """Report a value of the next or previous step: the scheduler was ahead or late."""
     for offset, why in ((1, "the scheduler stepped twice"), (-1, "the scheduler did not step")):
         number = good.number + offset
         groups = _groups(Step(good.trace, number)) if number in good.trace.steps else []

@@ -1,5 +1,4 @@
-"""What rounding explains: how much runs of the good side with noise of one ulp differ from it.
-Pure."""
+"""Measure what rounding explains: how much runs with noise of one ulp differ. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +16,9 @@ def epsilon(dtype: str) -> float:
 
 
 def tolerance(rounding: float, dtype: str, low: bool, floor: float = 1.0) -> float:
-    """Return by how much a tensor may differ. ``low``: in a training in low precision. ``floor``:
-    times the least."""
+    """Return by how much a tensor may differ.
+
+    ``low``: in a training in low precision. ``floor``: times the least.
+    """
     least = epsilon(dtype) / 2 if dtype in LOW else 16 * epsilon(dtype)
     return max((FACTOR_LOW if low else FACTOR) * rounding, floor * least)

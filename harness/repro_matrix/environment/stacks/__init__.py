@@ -1,4 +1,4 @@
-"""Software stacks: which package versions a cell runs with, and how they are installed.
+"""Resolve software stacks: the package versions that a cell runs with.
 
 ``resolve(text)`` returns a stack that can be run; spec.py lists what ``text`` can be. The other
 functions are what
@@ -53,8 +53,9 @@ __all__ = [
 
 
 def resolve(text: str, *, say: Log = quiet) -> Stack:
-    """Return the stack that ``text`` names; build it if it has to be. ``say`` receives a line about
-    what takes time.
+    """Return the stack ``text``; build it if necessary.
+
+    ``say`` receives a line about what takes time.
 
     A stack whose environment was changed since it was installed gets a key of its own. Raises
     StackError.
@@ -66,53 +67,36 @@ def resolve(text: str, *, say: Log = quiet) -> Stack:
 
 
 def _resolve(requested: Spec, say: Log) -> Stack:
+    text, swaps = requested.text, requested.swaps
+    if requested.base == "current" or requested.python:
+        stack: Stack | None = existing(requested.base, requested.python or sys.executable)
+        if stack and swaps:
+            stack = build.overlay(text, stack, swaps, None, say)
+        if stack is None:
+            raise StackError(
+                "usage",
+                f"stack={text}: it needs another torch, which cannot be installed on top of an"
+                " existing environment. Name a stack of conf/stack, or a requirements file with"
+                " that release.",
+            )
+        return stack
+    definition = None if requested.file else spec.find_definition(requested.base)
     if requested.file:
         lock = locks.lock_file(requested.file)
-        return _from_lock(requested, lock, None, say) or build.build(
-            requested.text,
-            locks.lock_file_with_swaps(Path(requested.base), lock, requested.swaps),
-            say,
-        )
-    if requested.base == "current" or requested.python:
-        return _overlay(
-            requested, existing(requested.base, requested.python or sys.executable), say
-        )
-    definition = spec.find_definition(requested.base)
-    if definition.floating:
+    elif definition and definition.floating:
         lock = locks.lock_floating(definition)
-    else:
+    elif definition:
         lock = locks.committed(definition, spec.lock_path(definition.slug))
-    return _from_lock(requested, lock, definition, say) or build.build(
-        requested.text, locks.lock_with_swaps(definition, requested.swaps, lock), say
-    )
-
-
-def _from_lock(
-    requested: Spec, lock: locks.Lock, definition: spec.Definition | None, say: Log
-) -> Stack | None:
-    """Return the locked stack, or an overlay on it; None: it needs a whole environment (another
-    torch)."""
-    if not requested.swaps:
-        return build.build(requested.text, lock, say)
-    if build.too_heavy(requested.swaps):
-        return None
-    return build.overlay(
-        requested.text, build.build(requested.base, lock, say), requested.swaps, definition, say
-    )
-
-
-def _overlay(requested: Spec, base: Stack, say: Log) -> Stack:
-    stack = (
-        build.overlay(requested.text, base, requested.swaps, None, say) if requested.swaps else base
-    )
-    if stack is None:
-        raise StackError(
-            "usage",
-            f"stack={requested.text}: it needs another torch, which cannot be installed on top of"
-            " an existing environment. Name a stack of conf/stack, or a requirements file with"
-            " that release.",
-        )
-    return stack
+    if swaps and not build.too_heavy(swaps):
+        base = build.build(requested.base, lock, say)
+        stack = build.overlay(text, base, swaps, definition, say)
+        if stack:
+            return stack
+    if swaps and definition:
+        lock = locks.lock_with_swaps(definition, swaps, lock)
+    elif swaps:
+        lock = locks.lock_file_with_swaps(Path(requested.base), lock, swaps)
+    return build.build(text, lock, say)
 
 
 def check_stack(text: str) -> None:
@@ -123,9 +107,10 @@ def check_stack(text: str) -> None:
 
 
 def described(text: str) -> Stack | None:
-    """Return a stack as its files describe it, for plans and answers from stored results: nothing
-    is resolved, downloaded or built. None where only resolving it tells its versions. Raises
-    StackError."""
+    """Return a stack as its files describe it; nothing is resolved, downloaded or built.
+
+    None if only resolving it shows its versions. Raises StackError.
+    """
     requested = spec.parse_stack(text)
     if requested.file:
         versions: Mapping[str, str] = locks.pinned(requested.file)
@@ -150,17 +135,16 @@ def described(text: str) -> Stack | None:
 
 
 def is_existing(text: str) -> bool:
-    """Return whether ``text`` names an existing environment, so that nothing has to be built for
-    it."""
+    """Return whether ``text`` is an existing environment, which needs no build."""
     requested = spec.parse_stack(text)
     return requested.python is not None and not requested.swaps
 
 
 def with_release(text: str, package: str, version: str) -> str:
-    """Return the specification of a stack with one more package replaced, as a search names its
-    probes.
+    """Return a stack's specification with one more package replaced.
 
-    ``version``: a release, or an address (``git+file:///clone@commit``)."""
+    ``version``: a release, or an address (``git+file:///clone@commit``).
+    """
     requested, name = spec.parse_stack(text), canonical(package)
     others = [_as_text(swap) for swap in requested.swaps if canonical(swap.name) != name]
     replaced = f"{name} @ {version}" if "://" in version else f"{name}@{version}"
@@ -172,8 +156,7 @@ def _as_text(swap: Requirement) -> str:
 
 
 def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -> Stack:
-    """Resolve ``text``; where its replaced packages conflict, leave those that are not ``fixed`` to
-    the installer.
+    """Resolve ``text``; drop replacements that conflict, except those in ``fixed``.
 
     A release's companions (transformers' tokenizers) move with it. The stack's ``name`` shows what
     could be installed.
@@ -198,8 +181,10 @@ def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -
 
 
 def make_lock(name: str) -> Path:
-    """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache
-    where it floats."""
+    """Resolve a stack's definition anew and write its lock.
+
+    Beside conf/stack, or into the cache if the stack floats.
+    """
     requested = spec.parse_stack(name)
     if requested.file:
         path = locks.file_lock_path(requested.file)

@@ -1,5 +1,4 @@
-"""Build stacks in the user's cache: once, even if several runs build at the same time, and
-completely or not at all.
+"""Build stacks in the user's cache: once, and completely or not at all.
 
     <cache>/stacks/<key>/env-<random>/   the environment, or the folder of an overlay
     <cache>/stacks/<key>/done.json       written last; names the environment. A folder without it is
@@ -59,8 +58,10 @@ def quiet(message: str) -> None:
 
 
 def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
-    """Return the stack of this lock; build it if it is missing or incomplete. uv verifies the
-    lock's hashes."""
+    """Return the stack of this lock; build it if it is missing or incomplete.
+
+    uv verifies the lock's hashes.
+    """
 
     def install(folder: Path) -> Json:
         log(f"stack {name}: building {len(lock.pins)} packages for Python {lock.python}")
@@ -82,8 +83,10 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
 
 
 def _once(name: str, key: str, make: Callable[[Path], Json], log: Log) -> Json:
-    """Return what ``make(folder)`` returned, now or the first time; the folder is kept as long as
-    it is complete."""
+    """Return what ``make(folder)`` returned, now or the first time.
+
+    The folder is kept as long as it is complete.
+    """
     from filelock import FileLock, Timeout  # only here: what lists cells imports this module
 
     folder = stacks_dir() / key
@@ -132,8 +135,7 @@ def read_marker(folder: Path) -> Json | None:
 
 
 def finished_marker(folder: Path) -> Json | None:
-    """Return the marker of a finished build whose interpreter starts and whose packages are still
-    there."""
+    """Return the marker of a finished build that still starts and has all its packages."""
     marker = read_marker(folder)
     if marker is None:
         return None
@@ -153,8 +155,10 @@ def _site_packages(marker: Json) -> Path:
 
 
 def _installed(site: Path) -> dict[str, str]:
-    """Return the packages in a folder, from the names of their metadata folders (fast: no file is
-    opened)."""
+    """Return the packages in a folder, from the names of their metadata folders.
+
+    That is fast: no file is opened.
+    """
     names = os.listdir(site) if site.is_dir() else []
     matches = (re.fullmatch(r"(.+?)-([^-]+)\.dist-info", name) for name in names)
     return dict(sorted((canonical(match[1]), match[2]) for match in matches if match))
@@ -249,8 +253,10 @@ def overlay(
 def _plan_changes(
     name: str, base: Stack, swaps: Sequence[Requirement], definition: Definition | None
 ) -> dict[str, tuple[str, str]]:
-    """Ask uv what it would change in the base: package -> (its version in the base or "", the new
-    version)."""
+    """Ask uv what it would change in the base.
+
+    package -> (its version in the base or "", the new version)
+    """
     dry_run = ["pip", "install", "--dry-run", "--python", base.python]
     if definition is None:
         output = run_uv(f"stack {name}", [*dry_run, *map(str, swaps)])
@@ -329,7 +335,7 @@ def _defined(definition: Definition) -> DefinedStack:
 
 
 def cached_stacks(names: Collection[str] = ()) -> list[CachedStack]:
-    """Return what the cache holds, or of it the stacks with these names or keys."""
+    """Return the stacks of the cache, or those with these names or keys."""
     cached = []
     for folder in sorted(path for path in stacks_dir().glob("*") if path.is_dir()):
         marker = read_marker(folder) or {}
@@ -338,12 +344,14 @@ def cached_stacks(names: Collection[str] = ()) -> list[CachedStack]:
             time_used = (used if used.exists() else folder).stat().st_mtime
             versions, whole = marker.get("versions", {}), finished_marker(folder) is not None
             cached.append(
-                CachedStack(folder.name, name, folder, whole, time_used, _size(folder), versions)
+                CachedStack(
+                    folder.name, name, folder, whole, time_used, _folder_size(folder), versions
+                )
             )
     return cached
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     infos = (
         os.lstat(os.path.join(root, name)) for root, _, files in os.walk(folder) for name in files
     )

@@ -63,8 +63,7 @@ def _done(stack: Stack) -> Path:
 
 
 def no_compiler(stack: Stack) -> str | None:
-    """Return that the op cannot be compiled for lack of a C++ compiler, as far as that is known
-    without trying."""
+    """Return that there is no C++ compiler for the op, as far as that is known without trying."""
     env = building()
     compiler = env.get("CXX") or "c++"
     if op_compiled(stack) or shutil.which(

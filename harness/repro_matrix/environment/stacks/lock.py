@@ -1,5 +1,4 @@
-"""Locks: what a stack asks for, resolved by uv into a requirements file with hashes. And what the
-index offers.
+"""Resolve stacks with uv into requirements files with hashes, and list an index's releases.
 
 A lock is universal (every operating system and machine, from the stack's Python on), so that one
 committed file serves all. Its first lines name what it was made from, so that a lock which no
@@ -85,8 +84,7 @@ _KINDS: dict[Kind, str] = {
 
 
 def index_settings() -> dict[str, str]:
-    """Return pip's index settings as uv's, where uv has none: uv reads its own settings by
-    itself."""
+    """Return pip's index settings as uv's, unless uv has its own."""
     env, out = os.environ, {}
     if env.get("PIP_INDEX_URL") and not (env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")):
         out["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
@@ -98,8 +96,10 @@ def index_settings() -> dict[str, str]:
 
 
 def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None) -> str:
-    """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x".
-    Raises StackError."""
+    """Run uv; return its messages (stderr, then stdout).
+
+    ``subject`` begins the error: "stack x". Raises StackError.
+    """
     import uv
 
     # The controller's own virtual environment and Python settings must not decide where packages
@@ -160,8 +160,10 @@ class Lock:
 
     @property
     def pins(self) -> dict[str, str]:
-        """Packages and their versions on this machine under the stack's Python. Raises StackError
-        for two of one."""
+        """Packages and their versions on this machine under the stack's Python.
+
+        Raises StackError for two versions of one package.
+        """
         from packaging.requirements import InvalidRequirement, Requirement
 
         environment = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
@@ -192,8 +194,10 @@ def lock_fingerprint(definition: Definition) -> str:
 
 
 def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> str:
-    """Return a definition's lock as text. ``prefer``: versions to keep where the requirements allow
-    it."""
+    """Return a definition's lock as text.
+
+    ``prefer``: versions to keep if the requirements allow it.
+    """
     slug, python = definition.slug, definition.python or DEFAULT_PYTHON
     body = _compile(f"stack {slug}", definition.pins, python, prefer or {})
     if definition.no_deps:
@@ -223,8 +227,10 @@ def read_lock(path: Path) -> Lock:
 
 
 def committed(definition: Definition, path: Path) -> Lock:
-    """Return the lock beside a definition; it must have been made from this very definition. Raises
-    StackError."""
+    """Return the lock beside a definition; it must have been made from this very definition.
+
+    Raises StackError.
+    """
     command = f"run `repro stack lock {definition.slug}`"
     if not path.exists():
         raise StackError("usage", f"stack {definition.slug} has no lock yet: {command}")
@@ -256,8 +262,9 @@ def _cached(kind: str, *parts: str) -> Path:
 
 
 def lock_file(path: Path) -> Lock:
-    """Resolve the user's requirements or uv.lock; a line ``# python: 3.10`` in the file chooses the
-    Python.
+    """Resolve the user's requirements or uv.lock.
+
+    A line ``# python: 3.10`` in the file chooses the Python.
 
     What the file contains about indexes is kept. The lock is made anew when the file, or a file
     that it includes, changes.
@@ -269,9 +276,11 @@ def lock_file(path: Path) -> Lock:
 
 
 def pinned(path: Path) -> Mapping[str, str]:
-    """Return the releases of a user's file: of its lock in the cache, else as it pins them; {}
-    where it pins no torch. Nothing is resolved. Raises StackError where it pins two versions of a
-    package."""
+    """Return the releases of a user's file without resolving anything; {} if it pins no torch.
+
+    They come from its lock in the cache, else from its pins. Raises StackError if it pins two
+    versions of a package.
+    """
     cached = file_lock_path(path)
     if path.name == "uv.lock" and not cached.exists():
         return {canonical(name): version for name, version in _UV_LOCK.findall(_read_source(path))}
@@ -332,8 +341,10 @@ def floating_path(definition: Definition) -> Path:
 
 
 def lock_floating(definition: Definition, renew: bool = False) -> Lock:
-    """Resolve a floating stack once a day; when the index cannot be reached, return the last
-    lock."""
+    """Resolve a floating stack once a day.
+
+    If the index cannot be reached, return the last lock.
+    """
     cached = floating_path(definition)
     if renew or not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
         try:
@@ -345,8 +356,10 @@ def lock_floating(definition: Definition, renew: bool = False) -> Lock:
 
 
 def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lock:
-    """Resolve a stack with some packages at other releases; everything else stays as in ``base``
-    where it can."""
+    """Resolve a stack with some packages at other releases.
+
+    The rest stays as in ``base`` if possible.
+    """
     other = with_releases(definition, swaps)
     cached = _cached("swapped", lock_fingerprint(other), base.body)
     if not cached.exists():
@@ -355,8 +368,10 @@ def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base
 
 
 def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:
-    """Do the same for a user's file. What torch brought with it goes with it; the rest stays where
-    it can."""
+    """Resolve a user's file with some packages at other releases.
+
+    What torch brought with it is resolved again; the rest stays if possible.
+    """
     names = {canonical(swap.name) for swap in swaps}
     pins = [name for name in lock.pins if name not in names and not HEAVY.match(name)]
     return lock_with_swaps(
@@ -387,9 +402,11 @@ def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[R
 
 
 def between(available: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
-    """Return the releases from ``first`` to ``last``, both included: ``5.23`` as the last one means
-    all of 5.23.x."""
-    low, high = (_version(text) if text else None for text in (first, last))
+    """Return the releases from ``first`` to ``last``, both included.
+
+    ``5.23`` as the last one means all of 5.23.x.
+    """
+    low, high = (_parsed_version(text) if text else None for text in (first, last))
     out = [
         r
         for r in available
@@ -409,7 +426,7 @@ def between(available: Sequence[Release], first: str | None, last: str | None) -
 
 def exact(package: str, available: Sequence[Release], version: str) -> int:
     """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
-    parsed = _version(version)
+    parsed = _parsed_version(version)
     known = [release.parsed for release in available]
     if parsed in known:
         return known.index(parsed)
@@ -427,7 +444,7 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
     first, dots, last = text.partition("..")
     if not dots:
         raise StackError("usage", f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
-    low, high = (_version(side) if side.strip() else None for side in (first, last))
+    low, high = (_parsed_version(side) if side.strip() else None for side in (first, last))
     if low and high and low > high and not _up_to(low, high):
         raise StackError(
             "usage", f"--range {text}: {low} comes after {high}; write the older release first"
@@ -435,7 +452,7 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
     return first.strip() or None, last.strip() or None
 
 
-def _version(text: str) -> Version:
+def _parsed_version(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
@@ -455,8 +472,10 @@ def indexes() -> list[str]:
 
 
 def _ask_indexes(package: str) -> list[Release]:
-    """Ask the first index that knows the package, as uv does. A release is yanked when every file
-    of it is."""
+    """Return a package's releases on the first index that has it, as uv does.
+
+    A release is yanked when all its files are.
+    """
     import pypi_simple  # takes 100 ms
     import requests
 

@@ -1,4 +1,4 @@
-"""What a stack is, what can be written after ``stack=``, and existing environments.
+"""Parse ``stack=`` values, and read existing environments.
 
 current                                   the project's own environment
 python:/path/to/python                    an existing environment
@@ -9,8 +9,8 @@ the same)
 
 An environment may differ from what its installer put there: a developer who debugs a library edits
 its files and forgets it. Files are compared with what installers record (RECORD: path, hash, size;
-PyPA's specification of recorded projects); ``direct_url.json`` names a package that is no release.
-A changed environment is a stack of its own.
+PyPA's specification of recorded projects); ``direct_url.json`` marks a package that is not a
+release. A changed environment is a stack of its own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ print("\\n" + json.dumps([version, packages, paths]))
 
 
 class StackError(ReproError):
-    """A stack cannot be used. ``kind``:
+    """A stack cannot be used.
+
+    ``kind``:
 
     usage        the specification is wrong: no such stack, no such file
     python       no such interpreter, or it does not run
@@ -94,8 +96,10 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Stack:
-    """A set of package versions that can be run: an interpreter, and the overlay folders in front
-    of its packages."""
+    """A set of package versions that can be run.
+
+    An interpreter, and the overlay folders in front of its packages.
+    """
 
     name: str  # as the user wrote it
     python: str  # the interpreter's path
@@ -106,9 +110,8 @@ class Stack:
     # what the overlay changes: package -> (its version in the base, "" where it is new; its version
     # in the overlay)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
-    compiled: str = (
-        ""  # key of the stack whose compiled extensions serve this one too; default: its own
-    )
+    # key of the stack whose compiled extensions serve this one too; default: its own
+    compiled: str = ""
     # package that cannot be used here -> reason
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
     # what its torch reports about this machine's GPUs (environment/probe.py); {} where it was not
@@ -132,13 +135,11 @@ class Stack:
 
     @property
     def extensions_dir(self) -> str:
-        """TORCH_EXTENSIONS_DIR: per stack, because torch's own cache is keyed by Python and CUDA
-        only."""
+        """TORCH_EXTENSIONS_DIR: per stack, because torch's own key is Python and CUDA only."""
         return str(paths.cache_dir() / "extensions" / (self.compiled or self.key))
 
     def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment variables that a process of this stack needs beyond those it
-        inherits."""
+        """Return the variables that a process of this stack needs beyond those it inherits."""
         env = os.environ if inherited is None else inherited
         old, search = env.get("PYTHONPATH", ""), env.get("PATH") or os.environ.get("PATH", "")
         # The stack's own programs first: building an extension looks for ninja there.
@@ -158,10 +159,9 @@ class Stack:
 def version_differences(
     good: Mapping[str, str], bad: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Return the packages whose versions differ ("" where one is missing), the usual causes of
-    failures first.
+    """Return the packages whose versions differ, the usual causes of failures first.
 
-    What torch brings with it moves with torch, and Python is not a package.
+    "" if one is missing. What torch brings with it moves with torch, and Python is not a package.
     """
     return {
         name: (good.get(name, ""), bad.get(name, ""))
@@ -243,8 +243,10 @@ def lock_path(name: str) -> Path:
 
 
 def with_releases(definition: Definition, swaps: tuple[Requirement, ...]) -> Definition:
-    """Return the definition with these packages at other releases: where it pins them, else as
-    further pins."""
+    """Return the definition with these packages at other releases.
+
+    They replace its pins, or are added to them.
+    """
     from packaging.requirements import Requirement
 
     wanted = {canonical(swap.name): str(swap) for swap in swaps}
@@ -261,8 +263,9 @@ def with_releases(definition: Definition, swaps: tuple[Requirement, ...]) -> Def
 
 @functools.lru_cache(maxsize=64)
 def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
-    """Return the packages that an interpreter has (name -> version, "python" among them) and the
-    folders they are in.
+    """Return an interpreter's packages (name -> version) and the folders they are in.
+
+    "python" is among the packages.
 
     It runs without the controller's PYTHON* variables: what the user's PYTHONPATH adds is not there
     in a rank. Raises StackError.
@@ -279,9 +282,8 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("python", f"the interpreter {python} does not run: {error}") from None
     version, packages, folders = json.loads(answers[0])
-    versions = {
-        canonical(name): release for name, release in reversed(packages) if name
-    }  # the first folder wins
+    # the first folder wins
+    versions = {canonical(name): release for name, release in reversed(packages) if name}
     return {"python": version, **dict(sorted(versions.items()))}, tuple(
         map(Path, dict.fromkeys(folders))
     )
@@ -289,15 +291,13 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
 
 def existing(name: str, python: str) -> Stack:
     """Return an existing environment as a stack. Raises StackError."""
-    path = os.path.abspath(
-        os.path.expanduser(python)
-    )  # not resolved: a venv's python is a link, and the link matters
+    # not resolved: a venv's python is a link, and the link matters
+    path = os.path.abspath(os.path.expanduser(python))
     if os.path.isdir(path):
         path = os.path.join(path, "bin", "python")
     versions = inspect_python(path)[0]
-    shown = {
-        package: versions[package] for package in RELEVANT if package in versions
-    }  # not ruff, pip, uv ...
+    # not ruff, pip, uv ...
+    shown = {package: versions[package] for package in RELEVANT if package in versions}
     content = short_hash("current", json.dumps(shown)) if name == "current" else ""
     return Stack(
         name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content
@@ -320,12 +320,13 @@ def describe_changes(stack: Stack) -> str:
 
 
 def with_changes(stack: Stack) -> Stack:
-    """Return the stack; where its environment was changed, with another key: earlier results are
-    not of this one."""
+    """Return the stack, with another key if its environment was changed.
+
+    Earlier results are not of this one.
+    """
     overlays = [change for folder in stack.path for change in _changes_in(Path(folder))]
-    base = [
-        change for change in changes(stack.python) if change.package not in stack.moved
-    ]  # else an overlay hides it
+    # else an overlay hides it
+    base = [change for change in changes(stack.python) if change.package not in stack.moved]
     if not (everything := [*overlays, *base]):
         return stack
     digest = short_hash(*(f"{change.note} {change.digest}" for change in everything))
@@ -354,9 +355,12 @@ def _changes_in(folder: Path) -> Iterator[PackageChange]:
 def _edited_files(
     package: importlib.metadata.Distribution, name: str, folder: Path
 ) -> Iterator[PackageChange]:
-    """RECORD is written last: a source that is older, and as long as RECORD says, is not read
-    (6,000 files would cost a second); of libraries only the size is compared.
-    (``Distribution.files`` takes a second for 60,000 lines.)"""
+    """Yield the files of a package that differ from its RECORD.
+
+    RECORD is written last: a source that is older, and as long as RECORD says, is not read (6,000
+    files would cost a second); of libraries only the size is compared. (``Distribution.files``
+    takes a second for 60,000 lines.)
+    """
     rows = [
         row for row in csv.reader((package.read_text("RECORD") or "").splitlines()) if len(row) == 3
     ]
@@ -372,7 +376,7 @@ def _edited_files(
             and not _as_recorded(file, recorded, size, written)
         ):
             note = f"{path} is not as {name} {package.version} was installed"
-            yield PackageChange(name, note, _hash(file, "sha256"))
+            yield PackageChange(name, note, _file_hash(file, "sha256"))
 
 
 def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
@@ -384,10 +388,10 @@ def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
     if not path.endswith(".py") or (same_size and info.st_mtime <= written):
         return same_size
     kind, _, value = recorded.partition("=")
-    return _hash(path, kind) == value
+    return _file_hash(path, kind) == value
 
 
-def _hash(path: str, kind: str) -> str:
+def _file_hash(path: str, kind: str) -> str:
     """Return the hash as RECORD writes it; "" where the file cannot be read."""
     try:
         return (
@@ -415,8 +419,7 @@ def _not_released(package: importlib.metadata.Distribution, name: str) -> Iterat
 
 
 def _hash_tree(tree: Path) -> str:
-    """Hash which sources an editable install has, their sizes and times: RECORD does not list
-    them."""
+    """Hash an editable install's sources, their sizes and times: RECORD does not list them."""
     files = sorted(
         path for path in tree.rglob("*") if path.suffix in COMPILED_OR_SOURCE and path.is_file()
     )
@@ -426,8 +429,7 @@ def _hash_tree(tree: Path) -> str:
 
 
 def shadowed(stack: Stack, search: str) -> list[PackageChange]:
-    """Return the packages of the stack that ``search``, the shell's PYTHONPATH, replaces in a
-    user's own script."""
+    """Return the packages that ``search``, the shell's PYTHONPATH, replaces in a user's script."""
     folders = [Path(each or ".").resolve() for each in search.split(os.pathsep)] if search else []
     hidden = []
     for name in COMPARED:
@@ -441,7 +443,7 @@ def shadowed(stack: Stack, search: str) -> list[PackageChange]:
             digest = (
                 _hash_tree(path.parent)
                 if path.name == "__init__.py"
-                else _hash(str(path), "sha256")
+                else _file_hash(str(path), "sha256")
             )
             hidden.append(
                 PackageChange(

@@ -1,5 +1,4 @@
-"""Report, in a stack's own python, what torch is and whether it can use the devices that it is
-given.
+"""Report, in a stack's python, what torch is and whether it can use the given devices.
 
     device_probe.py cpu          torch's version and backends
     device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and
@@ -25,7 +24,7 @@ def report(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:600]
 
@@ -36,7 +35,7 @@ def main(wanted: str) -> None:
         import torch
         import torch.distributed as dist
     except BaseException as error:
-        report(import_error=describe(error))
+        report(import_error=describe_error(error))
         return
     nccl = dist.is_available() and dist.is_nccl_available()
     hip = getattr(torch.version, "hip", None)
@@ -52,7 +51,7 @@ def devices(torch: Any, touch: set[int]) -> None:
     try:
         torch.cuda.init()  # is_available() would keep the reason to itself
     except BaseException as error:
-        report(init_error=describe(error), gpus=0)
+        report(init_error=describe_error(error), gpus=0)
         return
     count = torch.cuda.device_count()
     report(gpus=count, arch_list=torch.cuda.get_arch_list())
@@ -66,19 +65,20 @@ def devices(torch: Any, touch: set[int]) -> None:
         try:
             result["name"] = torch.cuda.get_device_name(index)
             result["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(index))
-            result["uuid"] = str(
-                getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            )  # torch >= 2.5
+            # torch >= 2.5
+            result["uuid"] = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
             if index in touch:
                 compute(torch, index)
         except BaseException as error:
-            result["error"] = describe(error)
+            result["error"] = describe_error(error)
         report(device=result)
 
 
 def compute(torch: Any, index: int) -> None:
-    """Run a library's kernel and one of torch's own: each may lack the GPU's architecture without
-    the other."""
+    """Run a library's kernel and one of torch's own.
+
+    Each may lack the GPU's architecture without the other.
+    """
     ones = torch.ones(16, 16, device=torch.device("cuda", index))
     total = float((ones @ ones + ones).sum())
     if total != 16 * 16 * 17:
@@ -86,7 +86,10 @@ def compute(torch: Any, index: int) -> None:
 
 
 def imports() -> None:
-    """Older releases of DeepSpeed look for nvcc when they are imported and a GPU is visible."""
+    """Import packages that behave differently if a GPU is visible.
+
+    Older releases of DeepSpeed look for nvcc then.
+    """
     failed = {}
     for name in ("deepspeed", "accelerate", "peft"):
         report(stage=f"import {name}")
@@ -94,13 +97,15 @@ def imports() -> None:
             if importlib.util.find_spec(name):
                 importlib.import_module(name)
         except BaseException as error:
-            failed[name] = describe(error)
+            failed[name] = describe_error(error)
     report(imports=failed)
 
 
 def all_reduce(rank: int, folder: str, device: int) -> None:
-    """Add numbers of two ranks, few and many; never returns. The launcher counts the time from
-    ``stage``."""
+    """Add numbers of two ranks, few and many; never returns.
+
+    The launcher counts the time from ``stage``.
+    """
     report(stage="import torch")
     try:
         import torch
@@ -121,7 +126,7 @@ def all_reduce(rank: int, folder: str, device: int) -> None:
         report(stage="done")
     except BaseException as error:
         last = str(error).partition("Last error:\n")[2].splitlines()[:1]  # NCCL's own
-        report(error=last[0] if last else describe(error))
+        report(error=last[0] if last else describe_error(error))
     os._exit(0)
 
 

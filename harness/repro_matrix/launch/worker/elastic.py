@@ -1,5 +1,4 @@
-"""Start the ranks of one attempt inside the stack's environment: with torchrun's own code, or by a
-user's command.
+"""Start the ranks of an attempt inside the stack, with torchrun's code or a user's command.
 
 Run by path: ``python elastic.py SPEC``. It uses the standard library and torch (>= 2.2) only, and
 writes launch.json beside the spec: once when all ranks have started (their pids) and again when
@@ -35,9 +34,8 @@ from typing import Any, Callable
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 # for the ranks that the fork server ends because another one failed (elastic's limit: 30 s)
 TERM_GRACE_S = 3.0
-ORPHAN_GRACE_S = (
-    1.0  # helpers of a rank (resource tracker, fork server) end by themselves shortly after it
-)
+# helpers of a rank (resource tracker, fork server) end by themselves shortly after it
+ORPHAN_GRACE_S = 1.0
 KILL_S = 5.0  # for killed processes to vanish
 POLL_S = 0.05  # for the ranks of a user's command
 QUOTED_LINES = 12  # of a user's launcher, in an error
@@ -57,8 +55,10 @@ def prctl(option: int, value: int) -> bool:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies; end now if the parent has died
-    already."""
+    """Ask the kernel to kill this process when its parent dies.
+
+    End now if the parent has died already.
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("REPRO_PARENT") or os.getppid()):
         os._exit(1)
@@ -70,8 +70,9 @@ def allow_debugging_and_no_core() -> None:
 
 
 def append_output(path: str) -> None:
-    """Send standard output and error to a file. The controller may cut a log that grows without
-    limit: append.
+    """Send standard output and error to a file.
+
+    The controller may cut a log that grows without limit: append.
 
     The Python streams stay the same objects: libraries that took hold of one at import write to the
     right place.
@@ -108,8 +109,10 @@ class TrackedPopen(subprocess.Popen):
 
 
 def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """Wrap os.kill or os.killpg to remember the target: the rank did not cause such an end
-    itself."""
+    """Wrap os.kill or os.killpg to remember the target.
+
+    The rank did not cause such an end itself.
+    """
 
     def wrapper(pid: int, number: int) -> None:
         if number:
@@ -120,8 +123,10 @@ def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], Non
 
 
 def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, Any]:
-    """Return a rank's entry in launch.json. ``code``: a negative one is a signal; None: it still
-    runs, or unknown."""
+    """Return a rank's entry in launch.json.
+
+    ``code``: a negative one is a signal; None: it still runs, or unknown.
+    """
     killed_by = None if code is None or code >= 0 else -code
     return {
         "rank": rank,
@@ -136,8 +141,10 @@ def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, A
 
 
 def rank_entries() -> list[dict[str, Any]]:
-    """Return how each rank ended. Elastic ends the others with TERM, then KILL, once it has seen a
-    failure."""
+    """Return how each rank ended.
+
+    Elastic ends the others with TERM, then KILL, after a failure.
+    """
     entries = []
     for rank, process in sorted(ranks.items()):
         code = process.poll()
@@ -161,8 +168,10 @@ def children() -> dict[int, str]:
 
 
 def reap() -> bool:
-    """Collect the children that have ended. Return whether one is left (a subreaper adopts
-    orphans)."""
+    """Collect the children that have ended; return whether one is left.
+
+    A subreaper adopts orphans.
+    """
     for process in ranks.values():
         process.poll()  # before the next lines take its status away
     try:
@@ -174,7 +183,7 @@ def reap() -> bool:
 
 
 def kill_orphans() -> list[str]:
-    """KILL the processes that the ranks left behind; return their names."""
+    """Kill the processes that the ranks left behind; return their names."""
     began, killed = time.monotonic(), {}
     while reap() and time.monotonic() - began < ORPHAN_GRACE_S + KILL_S:
         if time.monotonic() - began > ORPHAN_GRACE_S:
@@ -285,7 +294,7 @@ def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, An
         except (OSError, ValueError):
             pass  # no launcher reports it
         code = end["code"]
-        # A rank whose end nothing reports tells nothing by it; its exception is in its record.
+        # If nothing reports a rank's end, only the exception in its record counts.
         unknown = code is None and command_exit is None
         ended = code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) and end["signalled"]
         entries.append(

@@ -1,5 +1,4 @@
-"""The fork server: import a stack's packages once, and fork the ranks of each attempt from what is
-imported.
+"""Import a stack's packages once, and fork the ranks of each attempt from what is imported.
 
     python fork_server.py [PACKAGE ...]
 
@@ -51,8 +50,10 @@ PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a supervisor for each request until the socket is closed, or this process has a second
-    thread."""
+    """Fork a supervisor for each request until the socket is closed.
+
+    Also end if this process has a second thread.
+    """
     server = os.getpid()
     # Supervisors, and orphans of killed ones, leave no zombies. Ranks have the handler that an
     # import installed.
@@ -72,9 +73,8 @@ def serve(requests: socket.socket) -> None:
                 ).run()
             finally:
                 os._exit(70)  # the supervisor must never return into the server's loop
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the controller does not want the attempt any more
+        # the controller does not want the attempt any more
+        with contextlib.suppress(BrokenPipeError):
             os.write(fds[0], str(pid).encode())
         os.close(fds[0])
 
@@ -85,9 +85,8 @@ def main(packages: list[str]) -> int:
         os.dup2(null.fileno(), 0)  # imported packages can no longer read the requests
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # an ignored signal would stay ignored, as in elastic.become_rank
+        # an ignored signal would stay ignored, as in elastic.become_rank
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -116,8 +115,9 @@ def main(packages: list[str]) -> int:
 
 
 class Supervisor:
-    """Run one attempt in its own process; ``run`` is called right after the fork and ends the
-    process.
+    """Run one attempt in its own process.
+
+    ``run`` is called right after the fork and ends the process.
 
     The order matters: the server has one thread, the supervisor forks every rank while it still has
     one, and only then starts the ranks' store, whose threads no rank inherits. The ranks wait for
@@ -154,9 +154,8 @@ class Supervisor:
 
     def _start(self) -> None:
         elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
-        elastic.prctl(
-            elastic.PR_SET_PDEATHSIG, signal.SIGTERM
-        )  # when the server dies: end the ranks in order
+        # when the server dies: end the ranks in order
+        elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self.server:
             os._exit(1)
         os.setsid()
@@ -184,9 +183,8 @@ class Supervisor:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.answer["port"] = self.store.port
         for send in ports:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # that rank has already ended; it is reaped below
+            # that rank has already ended; it is reaped below
+            with contextlib.suppress(BrokenPipeError):
                 os.write(send, str(self.store.port).encode())
             os.close(send)
 
@@ -194,8 +192,10 @@ class Supervisor:
         return [rank["pid"] for rank in self.ranks if rank["terminated_by"] is None]
 
     def _wait(self) -> None:
-        """Wait until every rank has ended, TERM arrives, or a rank failed and the others have had
-        their grace."""
+        """Wait until every rank has ended, or TERM arrives.
+
+        If a rank fails, the others get a grace.
+        """
         limit: float | None = None
         while self._reap() and self._running():
             if limit is None and any(rank["exit_code"] or rank["signal"] for rank in self.ranks):
@@ -247,7 +247,9 @@ class Supervisor:
 def run_rank(
     spec: dict[str, Any], rank: int, supervisor: int, receive: int, others: list[int]
 ) -> NoReturn:
-    """Be one rank, from the fork to its end: its process is what torchrun would have started.
+    """Run one rank, from the fork to its end.
+
+    Its process is what torchrun would have started.
 
     Environment, working folder, signals, standard streams and random seeds are set before any line
     of the script runs.
@@ -274,11 +276,12 @@ def run_rank(
         os.environ["MASTER_PORT"] = port
         if "hooks" in spec:
             install_hooks(spec["hooks"])
-        code = run_script(spec["script"], spec.get("arguments", ["--settings", spec["settings"]]))
+        code = execute_script(
+            spec["script"], spec.get("arguments", ["--settings", spec["settings"]])
+        )
     except BaseException:
-        sys.audit(
-            "sys.excepthook", sys.excepthook, *sys.exc_info()
-        )  # as an interpreter that ends does
+        # as an interpreter that ends does
+        sys.audit("sys.excepthook", sys.excepthook, *sys.exc_info())
         traceback.print_exc()
     finally:
         if "hooks" in spec:
@@ -291,8 +294,10 @@ def run_rank(
 
 
 def torchrun_variables(rank: int, world_size: int, run_id: str) -> dict[str, str]:
-    """Return what torchrun puts into a rank's environment (MASTER_PORT follows when the store is
-    up)."""
+    """Return what torchrun puts into a rank's environment.
+
+    MASTER_PORT follows when the store is up.
+    """
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
@@ -323,8 +328,10 @@ def reset_state() -> None:
 
 
 def install_hooks(folder: str) -> None:
-    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the
-    server's own modules."""
+    """Record this rank of a user's script as worker/hooks does in a new interpreter.
+
+    Hide the server's own modules.
+    """
     found = importlib.util.spec_from_file_location(
         "repro_hooks", os.path.join(folder, "sitecustomize.py")
     )
@@ -335,9 +342,11 @@ def install_hooks(folder: str) -> None:
     hooks.begin()
 
 
-def run_script(script: str, arguments: list[str]) -> int:
-    """Run the script as ``python script arguments`` would. It is read now, so that an edit takes
-    effect."""
+def execute_script(script: str, arguments: list[str]) -> int:
+    """Run the script as ``python script arguments`` would.
+
+    It is read now, so that an edit takes effect.
+    """
     sys.argv = [script, *arguments]
     added = [
         path

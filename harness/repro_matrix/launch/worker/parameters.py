@@ -1,5 +1,6 @@
-"""Describe the parameters that a user's script has trained, as its rank ends: what `repro run
---check` compares.
+"""Describe the parameters that a user's script has trained, as its rank ends.
+
+`repro run --check` compares them.
 
 They are those that an optimizer of torch stepped on. They stay in memory until the end, so that
 those of a function that has returned are seen, too. Their gradients do not: each step replaces sums
@@ -27,9 +28,8 @@ stepped: dict[int, Any] = {}  # id -> parameter
 names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
 steps: Any = weakref.WeakKeyDictionary()  # optimizer -> its steps
-used: dict[
-    int, tuple[int, Any]
-] = {}  # id of a parameter -> the last step with a gradient, its bit sums
+# id of a parameter -> the last step with a gradient, its bit sums
+used: dict[int, tuple[int, Any]] = {}
 # id -> shape, bit sums, whether finite, and a reference; of modules that are trained
 frozen: dict[int, tuple[Any, Any, Any, Any]] = {}
 others: set[int] = set()  # ids of parameters that are in neither
@@ -38,17 +38,20 @@ errors: list[str] = []  # why gradients are unknown
 
 
 def watch(optimizers: Any) -> None:
-    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer. torch before
-    2.0 has no hook."""
-    no_compile = getattr(
-        optimizers.torch, "_disable_dynamo", lambda hook: hook
-    )  # for torch.compile(optimizer.step)
+    """Watch the steps of all optimizers.
+
+    optimizers: the module torch.optim.optimizer. torch before 2.0 has no hook.
+    """
+    # for torch.compile(optimizer.step)
+    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
     getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 
 
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Remember an optimizer's parameters, while their modules are alive, and sums of the gradients
-    that it used."""
+    """Remember an optimizer's parameters and sums of the gradients that it used.
+
+    Their modules are alive now.
+    """
     found = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     distributed = sys.modules["torch"].distributed
     grouped = distributed.is_available() and distributed.is_initialized()
@@ -67,8 +70,10 @@ def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def bit_sums(gradient: Any) -> Any:
-    """Return the sums of each column's and each row's bits: equal in any order of addition. The
-    device computes them later."""
+    """Return the sums of each column's and each row's bits, equal in any order of addition.
+
+    The device computes them later.
+    """
     torch = sys.modules["torch"]
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -107,9 +112,8 @@ def remember(found: dict[int, Any]) -> None:
                     fixed[key] = parameter
     for key, parameter in fixed.items() if not sharded else ():
         if key not in frozen and not getattr(parameter, "_ddp_ignored", False):
-            with contextlib.suppress(
-                Exception
-            ):  # a layout without these operations: it is not compared
+            # a layout without these operations: it is not compared
+            with contextlib.suppress(Exception):
                 content = local(parameter)
                 finite = torch.isfinite(content).all()
                 frozen[key] = (
@@ -131,13 +135,15 @@ def values(tensor: Any) -> Any:
 
 
 def describe() -> dict[str, Any]:
-    """Return the name, shape and hash of each parameter on this rank, and whether it and its
-    gradient are finite; or why there is none."""
+    """Return each parameter's name, shape and hash on this rank, and whether it is finite.
+
+    And of its gradient; or why there is none.
+    """
     if not stepped:
         where = "in the rank's own process; those that it spawns are not watched"
         return {"missing": f"no optimizer of torch has stepped {where}"}
     try:
-        found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
+        found = [_describe_parameter(index, *item) for index, item in enumerate(stepped.items())]
         found += [
             _describe_frozen(key, *item) for key, item in frozen.items() if key not in stepped
         ]
@@ -156,7 +162,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
+def _describe_parameter(index: int, key: int, parameter: Any) -> dict[str, Any]:
     placements = getattr(parameter, "placements", ())
     if any(not each.is_replicate() for each in placements) or getattr(
         parameter, "tensor_model_parallel", False

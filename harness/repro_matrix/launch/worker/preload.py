@@ -1,5 +1,4 @@
-"""Import a stack's packages for the fork server (fork_server.py), so that ranks can be forked
-afterwards.
+"""Import a stack's packages for the fork server, so that ranks can be forked afterwards.
 
 A fork copies only the thread that calls it: a lock which another thread holds would stay locked in
 every rank. So the server has one thread, no child that its ranks would share, and never starts
@@ -26,7 +25,7 @@ from typing import Any, Callable
 
 import elastic
 
-# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo
+# Nearly every script imports these, itself or in its first step (torch's optimizers import dynamo
 # there); parts that an older torch lacks are left out. A case whose failure depends on the order of
 # imports has to start with torchrun.
 BASE = [
@@ -49,7 +48,7 @@ LAZY = {
         "transformers.models.llama.modeling_llama",
         "transformers.integrations.deepspeed",
     ],
-    # What takes long in deepspeed.initialize; the first compiles at import, which loads all of
+    # Slow imports of deepspeed.initialize; the first compiles at import, which loads all of
     # inductor (2 CPU s).
     "deepspeed": ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"],
 }
@@ -65,8 +64,10 @@ class Refused(Exception):
 
 
 def preload(packages: list[str]) -> None:
-    """Import torch's usual parts and ``packages``. Raises Refused where ranks cannot be forked
-    after that."""
+    """Import torch's usual parts and ``packages``.
+
+    Raises Refused if ranks cannot be forked after that.
+    """
     wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
         wanted += [(package, True), *((name, False) for name in LAZY.get(package, []))]
@@ -74,9 +75,8 @@ def preload(packages: list[str]) -> None:
     sys.meta_path.insert(0, importing)  # type: ignore[arg-type]
     try:
         for number, (name, required) in enumerate(wanted):
-            if number == len(
-                BASE
-            ):  # dynamo, which knows torch's functions by identity, has the real ones
+            # dynamo, which knows torch's functions by identity, has the real ones
+            if number == len(BASE):
                 gpus.replace()
             try:
                 importlib.import_module(name)
@@ -94,25 +94,26 @@ def preload(packages: list[str]) -> None:
     finally:
         sys.meta_path.remove(importing)  # type: ignore[arg-type]
         gpus.restore()
-    if in_child(
-        sys.modules["torch"].cuda._is_in_bad_fork
-    ):  # some queries have that effect and initialise nothing
+    # some queries have that effect and initialise nothing
+    if in_child(sys.modules["torch"].cuda._is_in_bad_fork):
         raise Refused(
             "cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks"
         )
 
 
 class Importing:
-    """A finder of modules that finds none. It writes the module whose import began last to the file
-    ``importing``, in case the import ends this process, and notes which one started a thread."""
+    """A finder of modules that finds none, and notes what is being imported.
+
+    It writes the module whose import began last to the file ``importing``, in case the import ends
+    this process, and notes which one started a thread.
+    """
 
     def __init__(self) -> None:
         self.file = os.open("importing", os.O_WRONLY | os.O_CREAT, 0o600)
         self.last = ""
         older = "there before the first import, from a .pth file or sitecustomize"
-        self.started = dict.fromkeys(
-            [*threads(), *map(str, elastic.children())], older
-        )  # thread or process -> origin
+        # thread or process -> origin
+        self.started = dict.fromkeys([*threads(), *map(str, elastic.children())], older)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         self._note()
@@ -174,9 +175,8 @@ class GpuQueries:
     def __init__(self) -> None:
         self.server = os.getpid()
         self.replaced: list[tuple[Any, str, Any]] = []
-        self.differ = (
-            False  # whether the properties of one GPU were read, and others have other ones
-        )
+        # whether the properties of one GPU were read, and others have other ones
+        self.differ = False
 
     def replace(self) -> None:
         cuda = sys.modules["torch"].cuda
@@ -269,13 +269,14 @@ def threads() -> list[str]:
 
 
 def driver_initialised() -> bool:
-    """Return whether cuInit was called (torch does not know when another package called it). Loads
-    nothing."""
+    """Return whether cuInit was called; load nothing.
+
+    torch does not know when another package called it.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
         count = ctypes.c_int()
-        return bool(
-            driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-        )  # else CUDA_ERROR_NOT_INITIALIZED
+        # else CUDA_ERROR_NOT_INITIALIZED
+        return bool(driver.cuDeviceGetCount(ctypes.byref(count)) == 0)
     except (OSError, AttributeError):
         return False

@@ -1,5 +1,6 @@
-"""Record the samples that a user's script trains on: `repro run --check data` compares them
-(launch/sample_checks.py).
+"""Record the samples that a user's script trains on.
+
+`repro run --check data` compares them (launch/sample_checks.py).
 
 An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate,
 torchdata), that yields the last batch before an optimizer's step, or batches before several steps.
@@ -18,9 +19,8 @@ from typing import Any, Callable, Iterator
 
 LIMIT = 100_000  # samples of a rank that are recorded
 epochs: list[Epoch] = []
-drawing: Epoch | None = (
-    None  # the loader that runs now: batches of loaders inside of it are not counted
-)
+# the loader that runs now: batches of loaders inside of it are not counted
+drawing: Epoch | None = None
 last: Epoch | None = None  # the loader that yielded the last batch
 recorded = steps = 0
 errors: list[str] = []
@@ -28,18 +28,16 @@ errors: list[str] = []
 
 class Epoch:
     def __init__(self, loader: Any) -> None:
-        self.drawn: list[
-            list[int]
-        ] = []  # indices of each batch, by the order in which they are fetched
+        # indices of each batch, by the order in which they are fetched
+        self.drawn: list[list[int]] = []
         self.content: list[list[int]] = []  # checksums of each batch that was yielded
         self.yielded = self.trained = 0  # batches
         self.intervals = set[int]()  # the numbers of steps that were made before its batches
         self.ended = self.is_last = False
         self.skipped = getattr(loader, "skip_batches", 0) or 0
         self.subset = subset(getattr(loader, "dataset", None))  # its indices
-        self.from_rank_0 = (
-            type(loader).__name__ == "DataLoaderDispatcher"
-        )  # accelerate: rank 0 draws for all ranks
+        # accelerate: rank 0 draws for all ranks
+        self.from_rank_0 = type(loader).__name__ == "DataLoaderDispatcher"
         samplers = list(nested(loader))
         names = [type(each).__name__ for each in samplers]
         self.fields = {
@@ -74,9 +72,8 @@ class Epoch:
         global last, recorded
         last = self
         if self.intervals and steps > max(self.intervals):
-            self.trained = (
-                self.yielded
-            )  # before a step: with the last batch of another loader, if it was not this one
+            # before a step: with the last batch of another loader, if it was not this one
+            self.trained = self.yielded
         self.yielded += 1
         self.intervals = {*sorted(self.intervals)[:1], steps}
         if recorded > LIMIT or errors:
@@ -198,8 +195,10 @@ def install(dataloader: Any) -> None:
 
 
 def install_accelerate(module: Any) -> None:
-    """Watch accelerate's loaders, which hold one of torch and fetch a batch ahead. module:
-    accelerate.data_loader."""
+    """Watch accelerate's loaders, which contain one of torch and fetch a batch ahead.
+
+    module: accelerate.data_loader.
+    """
     for name in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"):
         loader = getattr(module, name, None)
         if loader is not None:
@@ -284,8 +283,10 @@ def drawing_indices(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def watch_steps(optimizers: Any) -> None:
-    """Mark what was trained on. optimizers: the module torch.optim.optimizer. torch before 2.0 has
-    no such hook."""
+    """Mark what was trained on.
+
+    optimizers: the module torch.optim.optimizer. torch before 2.0 has no such hook.
+    """
     no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
     getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 

@@ -1,4 +1,6 @@
-"""Hooks for every Python process of a user's script: this folder comes first on PYTHONPATH.
+"""Set the hooks of a user's script in each of its Python processes.
+
+This folder comes first on PYTHONPATH.
 
 A rank gets a record like a case's (repro_kit/record.py): its exception with frames, its warnings
 and log messages; its output goes to its own log. A launcher (torchrun, accelerate, deepspeed) gets
@@ -33,8 +35,10 @@ def next_sitecustomize() -> None:
 
 
 def claimed(folder: str, rank: int) -> bool:
-    """Return whether this process is the rank: the first with its number. Its children inherit its
-    environment."""
+    """Return whether this process is the rank: the first with its number.
+
+    Its children inherit its environment.
+    """
     try:
         file = os.open(
             os.path.join(folder, f"claim-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
@@ -47,8 +51,7 @@ def claimed(folder: str, rank: int) -> bool:
 
 
 def load(folder: str, name: str) -> Any:
-    """Import one of this project's modules; leave neither its name nor its folder visible to the
-    script."""
+    """Import one of this project's modules and hide its name and folder from the script."""
     top = name.partition(".")[0]
     taken = {each: module for each, module in sys.modules.items() if each.partition(".")[0] == top}
     sys.path.insert(0, folder)
@@ -94,8 +97,10 @@ def start_trace(rank: int, world_size: int, tracers: list[Any]) -> None:
 
 
 def kit_folder() -> str:
-    """Return the folder of repro_kit: beside harness/ in a checkout, in the package's data/ in a
-    wheel."""
+    """Return the folder of repro_kit.
+
+    Beside harness/ in a checkout, in the package's data/ in a wheel.
+    """
     package = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
     places = (os.path.join(package, "data", "repros"), os.path.join(package, "..", "..", "repros"))
     return next(place for place in places if os.path.isdir(os.path.join(place, "repro_kit")))
@@ -151,8 +156,10 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
             record.write()
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
-        """Record an uncaught exception before any excepthook: one that the script has set may end
-        the process."""
+        """Record an uncaught exception before any excepthook.
+
+        One that the script has set may end the process.
+        """
         raised = args[2] if event == "sys.excepthook" and os.getpid() == rank_pid else None
         if isinstance(raised, BaseException) and record.data["exception"] is None:
             record.data["exception"] = recording.describe_exception(raised)

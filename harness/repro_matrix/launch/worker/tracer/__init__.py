@@ -1,5 +1,6 @@
-"""Record a training run from inside a rank: `trace-<rank>.jsonl`. The script stays as it is; its
-numbers, too.
+"""Record a training run from inside a rank: `trace-<rank>.jsonl`.
+
+The script and its numbers stay as they are.
 
 Standard library and torch; Python 3.9, torch 2.2 and later. Import after torch.
 """
@@ -24,8 +25,10 @@ def install(folder: str, rank: int, world: int) -> None:
 
 
 def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) -> None:
-    """Go on in the file of another side, at step 0: two models that are trained in one process.
-    ``world``: how many ranks train it, if not all."""
+    """Continue in the file of another side, at step 0.
+
+    Two models are trained in one process. ``world``: how many ranks train it, if not all.
+    """
     close("side")
     path = os.path.join(place["folder"], f"trace-{place['rank']}{'.' if name else ''}{name}.jsonl")
     start = {

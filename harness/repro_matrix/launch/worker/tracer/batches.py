@@ -1,5 +1,7 @@
-"""The samples of a root call: found in its inputs, known by a checksum, so that ranks and
-micro-batches compare."""
+"""Find the samples of a root call in its inputs.
+
+They are known by a checksum, so that ranks and micro-batches compare.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[Tuple[st
 
 
 def floating(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that can be sketched, without scalars: those are losses, which belong to no
-    sample."""
+    """Yield the tensors that can be sketched, without scalars.
+
+    Scalars are losses, which belong to no sample.
+    """
     for _, each in tensors(value):
         if each.is_floating_point() and each.dim() and each.device.type != "meta":
             yield each
@@ -40,8 +44,10 @@ def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
 
 @dataclasses.dataclass
 class Batch:
-    """The samples of one root call. length: elements of a sample that models may merge with the
-    first dimension."""
+    """The samples of one root call.
+
+    length: elements of a sample that models may merge with the first dimension.
+    """
 
     samples: List[int] = dataclasses.field(default_factory=list)
     labels: List[int] = dataclasses.field(default_factory=list)
@@ -53,8 +59,11 @@ class Batch:
         kwargs: Dict[str, Any],
         maker: Callable[[torch.Tensor], Optional[Batch]],
     ) -> Batch:
-        """Find the samples. They are known by input_ids where there are any, without what the mask
-        hides. Features have the samples of which a model made them: ``maker`` returns its batch."""
+        """Find the samples of a call.
+
+        They are known by input_ids if there are any, without what the mask hides. Features have the
+        samples of which a model made them: ``maker`` returns its batch.
+        """
         found = {
             name: each
             for name, each in [*tensors(args), *tensors(kwargs)]
@@ -87,8 +96,10 @@ class Batch:
         return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
     def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
-        """Return a sketch per sample, or one for a tensor that is not split into samples, and the
-        line's fields."""
+        """Return a sketch per sample and the line's fields.
+
+        One sketch for a tensor that is not split into samples.
+        """
         count, shape = len(self.samples), list(tensor.shape)
         part = located(tensor, sample=True)
         split = count and part.local.shape[:1] == (count,) and shape[0] == count

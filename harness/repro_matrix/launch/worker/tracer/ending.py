@@ -1,5 +1,7 @@
-"""End a trace: name the code that ran, and end the script where the launcher asks for it: it may
-train for days."""
+"""End a trace: record the code that ran, and end the script if the launcher asks for it.
+
+It may train for days.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ TAIL = 200  # bytes of a file that hold its last line
 
 
 def leave(path: str, world: int) -> None:
-    """Raise SystemExit once every rank has ended its trace: then none waits for a collective of
-    another one.
+    """Raise SystemExit once every rank has ended its trace.
+
+    Then none waits for a collective of another one.
 
     ``path``: of this rank's trace.
     """
@@ -45,8 +48,10 @@ def ended(folder: str, rank: int) -> bool:
 
 
 def source_files() -> Dict[str, str]:
-    """Return the files of the script's modules that belong to no installed package, each with a
-    hash."""
+    """Return the files of the script's own modules, each with a hash.
+
+    No file of an installed package.
+    """
     paths = {
         getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())
     }

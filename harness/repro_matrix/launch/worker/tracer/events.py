@@ -1,6 +1,8 @@
-"""What a rank's trace records, and when: one Tracer per file. hooks.py calls it from torch;
-layout.py knows the strategies. An error of its own ends the trace with a note; it never reaches the
-script."""
+"""Record the lines of a rank's trace, one Tracer per file.
+
+hooks.py calls it from torch; layout.py knows the strategies. An error of its own ends the trace
+with a note; it never reaches the script.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,8 @@ from .ending import leave, source_files
 from .sketch import Noise, aside, crc
 from .writer import Writer
 
-QUIET_CALLS = (
-    64  # root calls of a step without gradients that are recorded: generation makes thousands
-)
+# root calls of a step without gradients that are recorded: generation makes thousands
+QUIET_CALLS = 64
 
 
 def guarded(method: Callable) -> Callable:
@@ -41,8 +42,10 @@ def guarded(method: Callable) -> Callable:
 
 
 def key_of(tensor: torch.Tensor) -> Tuple[int, int]:
-    """Return what a tensor has in common with itself detached or reshaped. A key is not used again
-    as long as there is a StorageWeakRef."""
+    """Return what a tensor shares with itself detached or reshaped.
+
+    A key is not used again as long as there is a StorageWeakRef.
+    """
     return tensor.untyped_storage()._cdata, tensor.data_ptr()
 
 
@@ -86,16 +89,13 @@ class Tracer:
     def forget(self) -> None:
         """Forget the script's models and tensors."""
         self.roots: Dict[torch.nn.Module, int] = {}
-        self.places: Dict[
-            torch.nn.Module, Tuple[int, str]
-        ] = {}  # module -> number of its root, name
+        # module -> number of its root, name
+        self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}
         self.parameters: Dict[str, layout.Parameter] = {}
-        self.owned: Dict[
-            torch.nn.Module, List[Tuple[str, str]]
-        ] = {}  # module -> its attributes and their parameters
-        self.local: Dict[
-            str, List[Tuple[torch.Tensor, Dict[str, Any]]]
-        ] = {}  # gradients of this backward
+        # module -> its attributes and their parameters
+        self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}
+        # gradients of this backward
+        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}
         # Outputs of this step's root calls, and of the one before: a generator's serve its own
         # optimizer's step, too.
         self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}
@@ -134,8 +134,10 @@ class Tracer:
         self.close("error")
 
     def close(self, reason: str) -> None:
-        """End the trace and forget the script's tensors. A full disk, or a device that failed: the
-        rest stays."""
+        """End the trace and forget the script's tensors.
+
+        After a full disk, or a device that failed, the rest stays.
+        """
         if not self.open:
             return
         self.open = False
@@ -158,8 +160,10 @@ class Tracer:
     def begin_root(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool
     ) -> bool:
-        """Begin a micro-batch, unless the module is a loss function: that has no parameters. grad:
-        enabled here."""
+        """Begin a micro-batch, unless the module is a loss function: that has no parameters.
+
+        grad: enabled here.
+        """
         if next(module.parameters(), None) is None:
             return False
         if self.stepped:
@@ -174,9 +178,8 @@ class Tracer:
             self.close("window")
             leave(self.writer.file.name, self.world)
             return False
-        if (
-            self.step == self.first and self.micro < 0
-        ):  # the window begins: models are described in it
+        # the window begins: models are described in it
+        if self.step == self.first and self.micro < 0:
             self.forget()
         self.micro += 1
         self.quiet_calls += not grad
@@ -200,10 +203,12 @@ class Tracer:
         return True
 
     def _maker(self, root: int, features: torch.Tensor) -> Optional[Batch]:
-        """Return the batch of the call in which a model made the features that this root gets, if
-        one did: they are its output, or autograd knows that they were computed. Without gradients
-        nothing says so: a model that is called after such a call, and not with samples of its own
-        before, is taken to get them."""
+        """Return the batch of the call in which a model made the features of this root, or None.
+
+        They are its output, or autograd knows that they were computed. Without gradients nothing
+        shows it: a model that is called after such a call, and not with samples of its own before,
+        is taken to get them.
+        """
         if made := self.made.get(key_of(features)) or self.earlier.get(key_of(features)):
             return made[1]
         guessed = not self.grad and root not in self.sources
@@ -218,8 +223,7 @@ class Tracer:
             self.made[key_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), self.batch
 
     def _register(self, module: torch.nn.Module) -> int:
-        """Name the modules and parameters of a root at its first call, and again when it has got
-        others."""
+        """Name the modules and parameters of a root at its first call, and when it has others."""
         base = layout.unwrapped(module)
         if base in self.places and base not in self.roots:  # a part of a known model, called alone
             return self.places[base][0]
@@ -278,8 +282,10 @@ class Tracer:
         names: Optional[Iterable[str]] = None,
         micro: Optional[int] = None,
     ) -> None:
-        """Record this rank's part of a tensor of each trained parameter. names: which, if not
-        all."""
+        """Record this rank's part of a tensor of each trained parameter.
+
+        names: which, if not all.
+        """
         for name in (self.parameters if names is None else names) if self.recording else ():
             parameter = self.parameters[name]
             part = part_of(parameter) if parameter.trained or kind == "state" else None
@@ -287,8 +293,7 @@ class Tracer:
                 self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape)
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
-        """See each gradient that arrives at a parameter, or at what stands for it in a forward
-        (FSDP)."""
+        """Record each gradient that arrives at a parameter, or at its FSDP stand-in."""
         known = self.hooked.get(id(tensor))
         if tensor.requires_grad and (known is None or known() is not tensor):
             self.hooked[id(tensor)] = weakref.ref(tensor)
@@ -403,8 +408,10 @@ class Tracer:
 
     @guarded
     def after_backward(self) -> None:
-        """Record what a backward left: local gradients, then the reduced ones. ZeRO's are recorded
-        at its step."""
+        """Record what a backward left: local gradients, then the reduced ones.
+
+        ZeRO's are recorded at its step.
+        """
         micro = self.backward_micro if self.backward_micro >= 0 else self.micro
         self._add_local_gradients(micro)
         self.reduced = True
@@ -439,8 +446,10 @@ class Tracer:
         return [name for name, each in self.parameters.items() if id(each.held) in held]
 
     def _register_rest(self, optimizer: Any) -> None:
-        """Trace the parameters that no called module has: those of functional code, and an
-        optimizer's own copies."""
+        """Trace the parameters that no called module has.
+
+        Those of functional code, and an optimizer's own copies.
+        """
         held = {id(each.held) for each in self.parameters.values()}
         every = [each for group in optimizer.param_groups for each in group["params"]]
         found = []
@@ -458,8 +467,11 @@ class Tracer:
             self._add_values("before", [each.name for each in found], ())
 
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
-        """first: the first parameter of each group, which tells the groups of several optimizers
-        apart."""
+        """Record the settings of an optimizer's groups.
+
+        first: the first parameter of each group, which distinguishes the groups of several
+        optimizers.
+        """
         names = {id(each.held): name for name, each in self.parameters.items()}
         first = [
             next((names[id(p)] for p in each["params"] if id(p) in names), "") for each in groups
@@ -501,8 +513,10 @@ class Tracer:
         self.end_step()
 
     def end_step(self, names: Optional[Sequence[str]] = None) -> None:
-        """Record the parameters after the step, and that it is complete. A second optimizer's step
-        is part of it."""
+        """Record the parameters after the step, and that it is complete.
+
+        A second optimizer's step is part of it.
+        """
         self._add_values(
             "after",
             self.parameters if names is None else names,
@@ -519,8 +533,10 @@ def prefixed(root: int, name: str) -> str:
 
 
 def recomputing() -> bool:
-    """Return whether a backward runs: a forward in it computes activations again
-    (checkpointing)."""
+    """Return whether a backward runs.
+
+    A forward in it computes activations again (checkpointing).
+    """
     return torch._C._current_graph_task_id() != -1
 
 

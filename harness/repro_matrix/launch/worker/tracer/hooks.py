@@ -1,5 +1,7 @@
-"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer; without one they do
-nothing."""
+"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer.
+
+Without one they do nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Where a rank's part of each parameter lies in the whole: plain and DDP, DTensor (FSDP2, tensor
-parallelism), FSDP, ZeRO. No collective is called but by reduced_gradient() for DeepSpeed."""
+"""Locate a rank's part of each parameter in the whole.
+
+For plain and DDP, DTensor (FSDP2, tensor parallelism), FSDP, ZeRO. No collective is called but by
+reduced_gradient() for DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,8 @@ LABELS = {
     "FSDP": "FSDP2",
 }
 INNER = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-Owner = Tuple[
-    torch.nn.Module, str
-]  # a module, and the attribute that is the parameter during its forward
+# a module, and the attribute that is the parameter during its forward
+Owner = Tuple[torch.nn.Module, str]
 
 
 def type_names(value: Any) -> List[str]:
@@ -38,8 +40,10 @@ def is_inner(owner: torch.nn.Module, name: str) -> bool:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the script's own module: without DDP, FSDP, the engine, compile and checkpoint
-    wrappers around it."""
+    """Return the script's own module, without the wrappers around it.
+
+    DDP, FSDP, the engine, compile and checkpoint.
+    """
     inner = next(
         (
             each
@@ -56,8 +60,10 @@ def joined(name: str, last: str) -> str:
 
 
 def named_modules(root: torch.nn.Module) -> Dict[torch.nn.Module, str]:
-    """Return the name of each module as the script gave it. A module with two names has the
-    first."""
+    """Return the name of each module as the script gave it.
+
+    A module with two names has the first.
+    """
     names: Dict[torch.nn.Module, str] = {}
 
     def walk(module: torch.nn.Module, name: str) -> None:
@@ -80,7 +86,7 @@ class Part:
     kind: str = "full"  # "full", "shard", "partial"
     start: int = 0
     index: Optional[torch.Tensor] = None
-    copies: int = 1  # ranks that hold this very slice
+    copies: int = 1  # ranks that have this very slice
 
     def sketch(self) -> torch.Tensor:
         rows = self.local.detach().reshape(1, -1)
@@ -95,14 +101,15 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def located(tensor: torch.Tensor, sample: bool = False) -> Part:
-    """Return this rank's part of a plain tensor or a DTensor; sample: the indices are those inside
-    a sample, which is what the first dimension counts."""
+    """Return this rank's part of a plain tensor or a DTensor.
+
+    sample: the indices are those inside a sample, which is what the first dimension counts.
+    """
     if not is_dtensor(tensor):
         return Part(tensor.detach())
     local = tensor.detach().to_local()
-    for each in (
-        tensor.placements
-    ):  # an embedding whose rows are split: what is not in this rank's rows counts as zero
+    # an embedding whose rows are split: what is not in this rank's rows counts as zero
+    for each in tensor.placements:
         mask = getattr(getattr(each, "mask_buffer", None), "data", None)
         if mask is not None:
             local = local.masked_fill(mask.unsqueeze(-1), 0)
@@ -127,8 +134,10 @@ def located(tensor: torch.Tensor, sample: bool = False) -> Part:
 
 
 def _indices(tensor: Any, local: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the index of each local element of a DTensor in the whole; first: dimensions before it
-    do not count."""
+    """Return the index of each local element of a DTensor in the whole.
+
+    first: dimensions before it do not count.
+    """
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as compute
     except ImportError:  # torch < 2.5
@@ -151,7 +160,7 @@ def _indices(tensor: Any, local: torch.Tensor, first: int) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Parameter:
-    """A parameter of the script's model, whatever holds it on this rank."""
+    """A parameter of the script's model on this rank."""
 
     name: str
     shape: List[int]
@@ -177,12 +186,13 @@ class Parameter:
 
 @dataclasses.dataclass
 class FlatParameter(Parameter):
-    """A slice of a flat parameter of FSDP; without use_orig_params the optimizer holds the flat
-    parameter."""
+    """A slice of a flat parameter of FSDP.
 
-    begin: Optional[int] = (
-        None  # in the flat parameter that is held; None: the parameter itself is held
-    )
+    Without use_orig_params the optimizer has the flat parameter.
+    """
+
+    # in the flat parameter that is held; None: the parameter itself is held
+    begin: Optional[int] = None
     count: int = 0
     start: int = 0
     kind: str = "shard"
@@ -190,9 +200,8 @@ class FlatParameter(Parameter):
     flat = True
 
     def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
-        if (
-            tensor is None or tensor.shape != self.held.shape
-        ):  # a gradient that is not reduced yet (no_sync) is whole
+        # a gradient that is not reduced yet (no_sync) is whole
+        if tensor is None or tensor.shape != self.held.shape:
             return None
         flat = tensor.detach().reshape(-1)
         if self.begin is not None:
@@ -205,8 +214,10 @@ class FlatParameter(Parameter):
 
 
 class ZeroParameter(Parameter):
-    """A parameter of DeepSpeed: ZeRO-3 keeps a flat part of it per rank; the gradients are the
-    engine's."""
+    """A parameter of DeepSpeed.
+
+    ZeRO-3 keeps a flat part of it per rank; the gradients are the engine's.
+    """
 
     def value(self) -> Optional[Part]:
         span = self.span()
@@ -230,8 +241,7 @@ class ZeroParameter(Parameter):
         return mapping and (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
 
     def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
-        """Return this rank's slice of the gradient in the flat tensors that the inner optimizer
-        steps on."""
+        """Return this rank's slice of the gradient in the inner optimizer's flat tensors."""
         span, mapping, group, first = self.span(), getattr(self.held, "_hp_mapping", None), None, 0
         if mapping is not None:
             flats = getattr(zero, "single_partition_of_fp32_groups", None)
@@ -249,8 +259,10 @@ class ZeroParameter(Parameter):
 def parameters(
     root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool
 ) -> List[Parameter]:
-    """Return the parameters of a model in order of registration; tied ones under their first
-    name."""
+    """Return the parameters of a model in order of registration.
+
+    Tied ones have their first name.
+    """
     found: Dict[Any, Parameter] = {}
     for module in root.modules():
         handle = (
@@ -321,8 +333,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def strategy(
     root: torch.nn.Module, found: List[Parameter], chain: List[torch.nn.Module]
 ) -> Dict[str, Any]:
-    """Return what really splits the model: the wrappers that are there, and how many parameters are
-    split."""
+    """Return what really splits the model: its wrappers, and how many parameters are split."""
     kinds = {name for each in [*chain, *root.modules()] for name in type_names(each)}
     wrappers = list(dict.fromkeys(label for name, label in LABELS.items() if name in kinds))
     for module in chain:

@@ -1,5 +1,4 @@
-"""Linear sketches: a tensor becomes its inner products with 8 vectors of signs, and its sum of
-squares, in float64.
+"""Sketch tensors: inner products with 8 vectors of signs, and the sum of squares, in float64.
 
 The signs depend on an element's index in the whole tensor only, so the sketches of disjoint slices
 add up to the sketch of the whole, and the sketch of a sum is the sum of the sketches. The same on
@@ -50,8 +49,10 @@ def block_signs(blocks: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Compute beside the script: no gradient is recorded, and no mode (selective checkpointing)
-    sees it."""
+    """Compute beside the script.
+
+    No gradient is recorded, and no mode (selective checkpointing) notices it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch._C._len_torch_dispatch_stack():
@@ -62,8 +63,11 @@ def aside() -> Iterator[None]:
 def sketch(
     rows: torch.Tensor, start: int = 0, index: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
-    """Return a (rows, 9) tensor for a (rows, elements) one whose rows begin at index start of the
-    whole tensor, or whose elements have these indices."""
+    """Return a (rows, 9) tensor for a (rows, elements) one.
+
+    Its rows begin at index ``start`` of the whole tensor, or its elements have the indices
+    ``index``.
+    """
     total = torch.zeros(rows.shape[0], PRODUCTS + 1, dtype=torch.float64, device=rows.device)
     step = max(1, CHUNK // max(1, rows.shape[1]))
     for row in range(0, rows.shape[0], step):
@@ -103,8 +107,10 @@ def crc(tensor: torch.Tensor) -> int:
 
 
 class Noise:
-    """Change values by one unit in the last place, up, down or not at all. Draws no random number
-    of the script's."""
+    """Change values by one unit in the last place, up, down or not at all.
+
+    It draws no random number of the script's.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
