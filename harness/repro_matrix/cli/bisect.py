@@ -73,11 +73,9 @@ def main(args: options.Arguments) -> int:
     _check_ends(args.good, args.bad)
     prober, variant, base = _of_script(args) if scripts.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
-    clone = (
-        Clone(Path(args.repo).expanduser().absolute(), package or "transformers")
-        if args.repo
-        else None
-    )
+    clone = None
+    if args.repo:
+        clone = Clone(Path(args.repo).expanduser().absolute(), package or "transformers")
     search = Search(prober, variant, args.any_change, clone, args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
         try:
@@ -85,9 +83,8 @@ def main(args: options.Arguments) -> int:
             if args.numbers and scripts.varies(args):
                 _judge_ends(args, prober)
         except SameResult as error:
-            raise ConfigError(
-                "\n  ".join([str(error), *_other_causes(args, search, package, base)])
-            ) from None
+            causes = _other_causes(args, search, package, base)
+            raise ConfigError("\n  ".join([str(error), *causes])) from None
     data = report.bisection(search, shlex.join(args.line))
     text = report.render_search("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
@@ -121,8 +118,11 @@ def _other_causes(
     """Return what else the failure may depend on, with commands."""
     releases, name = is_release(args.good), package or "transformers"
     good = stacks.with_release(base, name, args.good) if releases else args.good
-    more = [f"stack={good}", *(["--numbers", good] if args.numbers else [])]
-    more += [f"variants={search.variant}"] if args.variant else []
+    more = [f"stack={good}"]
+    if args.numbers:
+        more += ["--numbers", good]
+    if args.variant:
+        more.append(f"variants={search.variant}")
     ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant", "--vary", "--ranks"))
     versions = reworded(
         ["repro", "versions", *args.line[2:]], ends, ("--any-change", "--numbers", "stack"), more
@@ -132,14 +132,13 @@ def _other_causes(
 
 def _judge_ends(args: options.Arguments, prober: Prober) -> None:
     """Add to the report which of the two ends is consistent with itself."""
-    from repro_matrix.compare import consistency
-    from repro_matrix.compare import two_sides as compare
+    from repro_matrix.compare.consistency import check_consistency
+    from repro_matrix.compare.two_sides import NumbersProber
 
-    assert isinstance(prober, compare.NumbersProber)
+    assert isinstance(prober, NumbersProber)
+    chosen, _ = scripts.configurations(args)
     for name, stack in prober.ends.items():
-        found, _ = consistency.check_consistency(
-            prober, scripts.configurations(args)[0], stack, prober.window
-        )
+        found, _ = check_consistency(prober, chosen, stack, prober.window)
         prober.notes.append(f"{name} {found.judgement()}.")
 
 
@@ -149,5 +148,6 @@ def _check_ends(good: str, bad: str) -> None:
         raise ConfigError(
             f"--good {good} --bad {bad}: give two releases of a package, or two stacks."
         )
-    for side, text in () if is_release(good) else (("good", good), ("bad", bad)):
-        options.check_stack(side, text)
+    if not is_release(good):
+        options.check_stack("good", good)
+        options.check_stack("bad", bad)

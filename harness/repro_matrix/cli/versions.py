@@ -69,9 +69,9 @@ def main(args: options.Arguments) -> int:
     first, last = locks.parse_between(args.range or "..")
     stack = stacks.resolve(base, say=log)
     available = locks.releases(package)
-    listed = locks.between(
-        available, first if args.range else _oldest(package, stack, available), last
-    )
+    if not args.range:
+        first = _oldest(package, stack, available)
+    listed = locks.between(available, first, last)
     names = [release.version for release in listed]
     points: dict[int, Point] = {}
 
