@@ -28,11 +28,9 @@ from repro_matrix.traces.invariance import by_design
 from repro_matrix.traces.location import Location, short
 
 # Arguments of transformers' Trainer.
-BATCH, STEPS, CHECKPOINTING = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-)
+BATCH = "per_device_train_batch_size"
+STEPS = "gradient_accumulation_steps"
+CHECKPOINTING = "gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -56,62 +54,57 @@ def option_choices(option: str, text: str) -> list[Setting]:
     ranks, first, space, rest = option == "--ranks", *text.strip().partition(" ")
     template = f"{{{first.strip('{}')}}}{space}{rest}" if ranks else text.strip()
     parts = re.split(r"\{([^{}]*)\}", template)
-    fixed, lists = parts[::2], [part.split(",") for part in parts[1::2]]
+    fixed = parts[::2]
+    lists = [part.split(",") for part in parts[1::2]]
     if not lists:
-        fixed, lists = ["", ""], [["", template]]
+        fixed = ["", ""]
+        lists = [["", template]]
     choices = list(zip(*lists))
-    wrong = [number for number in lists[0] if ranks and not (number.isdecimal() and int(number))]
-    problem = (
-        f"{wrong[0]!r} is not a number of ranks"
-        if wrong
-        else (
-            "a brace is not closed"
-            if template.count("{") != template.count("}")
-            else (
-                "its lists have different lengths"
-                if len({len(values) for values in lists}) > 1
-                else (
-                    "one value leaves nothing to compare"
-                    if len(choices) < 2
-                    else "a value is given twice"
-                    if len(set(choices)) < len(choices)
-                    else ""
-                )
-            )
-        )
-    )
+    problem = _problem(template, lists, choices, ranks)
     if problem:
-        example = (
-            "1,2 or '1,2 --batch {8,4}'"
-            if ranks
-            else "'--acc {1,4}' or '--batch {8,2} --acc {1,4}'"
-        )
+        example = "'--acc {1,4}' or '--batch {8,2} --acc {1,4}'"
+        if ranks:
+            example = "1,2 or '1,2 --batch {8,4}'"
         raise ConfigError(f"{option} {text!r}: {problem}. Write it as {option} {example}.")
-    telling = [at for at, values in enumerate(lists) if len(set(values)) == len(values)][
-        :1
-    ] or range(len(lists))
+    telling = [at for at, values in enumerate(lists) if len(set(values)) == len(values)][:1]
     found = []
     for values in choices:
         words = "".join(chain(*zip(fixed, values), fixed[-1:]))
         labels = [_label(*each) for each in zip(fixed, values, fixed[1:])]
+        count = None
         if not parts[1:]:
             labels = [f"{'with' if words else 'without'} {template}"]
         if ranks:
-            words, labels[0] = words[len(values[0]) :], counted(int(values[0]), "rank")
-        found.append(
-            Setting(
-                tuple(labels[at] for at in telling),
-                words.strip(),
-                int(values[0]) if ranks else None,
-            )
-        )
+            count = int(values[0])
+            words = words[len(values[0]) :]
+            labels[0] = counted(count, "rank")
+        chosen = [labels[at] for at in telling] or labels
+        found.append(Setting(tuple(chosen), words.strip(), count))
     return found
 
 
+def _problem(
+    template: str, lists: list[list[str]], choices: list[tuple[str, ...]], ranks: bool
+) -> str:
+    """Return why the choices cannot be compared; empty if they can."""
+    if ranks:
+        for number in lists[0]:
+            if not number.isdecimal() or not int(number):
+                return f"{number!r} is not a number of ranks"
+    if template.count("{") != template.count("}"):
+        return "a brace is not closed"
+    if len({len(values) for values in lists}) > 1:
+        return "its lists have different lengths"
+    if len(choices) < 2:
+        return "one value leaves nothing to compare"
+    return "a value is given twice" if len(set(choices)) < len(choices) else ""
+
+
 def _label(before: str, value: str, after: str) -> str:
-    """``--acc 4``: a value with its option, or the word that it is in."""
-    option = "".join(before.split()[-1:]) + " " * before[-1:].isspace()
-    return f"{option}{value}{after.partition(' ')[0]}".strip()
+    """Return ``--acc 4``: a value with its option, or the word that contains it."""
+    option = "".join(before.split()[-1:])
+    space = " " if before[-1:].isspace() else ""
+    return f"{option}{space}{value}{after.partition(' ')[0]}".strip()
 
 
 def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]:
@@ -156,7 +149,9 @@ def of_trainer(script: Script) -> str:
         name.lstrip("-").replace("-", "_"): value for name, value in pairs if name.startswith("--")
     }
     code = script.command.script.read_text(errors="replace") if script.command.script else ""
-    batch, steps, ranks = given.get(BATCH, "8"), given.get(STEPS, "1"), script.command.nproc
+    batch = given.get(BATCH, "8")
+    steps = given.get(STEPS, "1")
+    ranks = script.command.nproc
     if not (batch.isdecimal() and steps.isdecimal()) or (
         BATCH not in given and "HfArgumentParser" not in code
     ):
@@ -172,7 +167,8 @@ def of_trainer(script: Script) -> str:
             f'{fixed}: its batch sizes are numbers, which the arguments cannot vary. Write "auto"'
             " there."
         )
-    size, count = int(batch), int(steps)
+    size = int(batch)
+    count = int(steps)
     rows = [(ranks, size, count, False), (ranks, size, count, True)]
     rows += [(ranks, size // 2, 2 * count, False)] if size % 2 == 0 else []
     rows += (
@@ -392,7 +388,8 @@ def describe_consistency(found: Consistency, runs: Sequence[Traced | None]) -> I
     if found.differences:
         yield "  no side is trusted: one of them is wrong, or both are"
     for (one, other), location in {**found.agreements, **found.differences}.items():
-        coverage, result = location.coverage, "agree" if location.verdict == "agrees" else "differ"
+        coverage = location.coverage
+        result = "agree" if location.verdict == "agrees" else "differ"
         counts = (
             (coverage.aligned, "tensor"),
             (coverage.steps, "step"),
@@ -432,7 +429,9 @@ class ConsistencyProber(ScriptProber):
         say: Say,
         stop: threading.Event,
     ) -> None:
-        self.chosen, self.given, self.window = chosen, given, window
+        self.chosen = chosen
+        self.given = given
+        self.window = window
         script = chosen[0].script
         failure = replace(script.failure, text="the script contradicts itself")
         super().__init__(replace(script, trace=window.variables(), failure=failure), say, stop)
@@ -450,12 +449,13 @@ class ConsistencyProber(ScriptProber):
         if answer.label != PASSED:
             return answer
         found, _ = check_consistency(self, self.chosen, stack, self.window)
-        detail, labels = found.sentence(), {0: PASSED, 1: REPRODUCED}
+        detail = found.sentence()
+        labels = {0: PASSED, 1: REPRODUCED}
         return replace(
             answer,
             label=labels.get(found.exit_code),
             detail=detail,
             counted=1,
-            failure=detail * bool(found.differences),
+            failure=detail if found.differences else "",
             reproductions=int(found.exit_code == 1),
         )

@@ -85,10 +85,8 @@ class Traced:
     @property
     def problem(self) -> str:
         """Return how the script failed, why it has no trace, or nothing."""
-        outcome, logs = (
-            self.made["outcome"],
-            (rank["log_tail"] for rank in self.made["observation"]["ranks"]),
-        )
+        outcome = self.made["outcome"]
+        logs = (rank["log_tail"] for rank in self.made["observation"]["ranks"])
         if outcome["outcome"] != "passed":
             return first_line(outcome["reason"])
         return next(
@@ -122,7 +120,8 @@ def traced(
     Raises Stopped, and MeasureError if nothing ran.
     """
     script = replace(script, trace=window.variables(noise))
-    request, kind = script.request(), "" if noise is None else f", rounding noise {noise}"
+    request = script.request()
+    kind = "" if noise is None else f", rounding noise {noise}"
     starting = f"running {script.command.shown} on stack {stack.name}{kind}"
     document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
     trace = stored_trace(document, runs.results_folder(request.settings))
@@ -190,7 +189,8 @@ class Comparison:
         return {"agrees": 0, "differs": 1}.get(self.location.verdict, 3)
 
     def to_json(self) -> dict[str, Any]:
-        location, good = self.location, self.good
+        location = self.location
+        good = self.good
         changed = version_differences(good.run.stack.versions, self.bad.stack.versions)
         return {
             "schema": 1,
@@ -208,7 +208,8 @@ def compare_trainings(
     runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window
 ) -> Comparison:
     """Launch both sides and the noise runs of the good one."""
-    trusted, other = GoodSide(runner, *good, window), traced(runner, *bad, window)
+    trusted = GoodSide(runner, *good, window)
+    other = traced(runner, *bad, window)
     return Comparison(trusted.locate(other.trace), trusted, other)
 
 
@@ -217,7 +218,8 @@ def compare_trainings(
 
 def describe_comparison(found: Comparison) -> Iterator[str]:
     """Yield the answer first, then what supports it."""
-    location, coverage = found.location, found.location.coverage
+    location = found.location
+    coverage = found.location.coverage
     why = (
         f" ({found.bad.problem})"
         if location.verdict == "inconclusive" and found.bad.problem
@@ -301,7 +303,8 @@ class NumbersProber(ScriptProber):
                 f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}:"
                 f" {found.sentence()}. --steps N compares more. They may also depend on:"
             )
-        self.wanted, self._found = found, [found]
+        self.wanted = found
+        self._found = [found]
         self.place = {**found.to_json(), "sentence": found.sentence()}
         self.use(
             replace(self.script.failure, text=f"the numbers differ: {found.stage}, {found.place}")
@@ -323,7 +326,8 @@ class NumbersProber(ScriptProber):
         if trace is None:
             return answer
         found = self.good.locate(trace)
-        detail, wanted = found.sentence(), self.wanted
+        detail = found.sentence()
+        wanted = self.wanted
         if answer.label == PASSED:
             answer = replace(
                 answer, label=PASSED if found.verdict == "agrees" else None, detail=detail

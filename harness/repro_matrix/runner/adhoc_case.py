@@ -106,9 +106,11 @@ def command_of_words(words: Sequence[str], nproc: int | None = None) -> Command:
 
     ``nproc``: expected ranks, if the command line does not set them.
     """
-    program, rest = Path(words[0]).name, list(words[1:])
+    program = Path(words[0]).name
+    rest = list(words[1:])
     if program == "accelerate" and rest:
-        program, rest = f"accelerate {rest[0]}", rest[1:]
+        program = f"accelerate {rest[0]}"
+        rest = rest[1:]
     if re.fullmatch(r"python(3(\.\d+)?)?", program):
         argv = rest
     elif program in LAUNCHERS:
@@ -203,19 +205,18 @@ class Script:
     deadline_s: float = DEADLINE_S
     env: tuple[tuple[str, str], ...] = ()
     checks: tuple[str, ...] = ()
-    trace: Mapping[str, str] | None = (
-        None  # variables of its trace (launch/worker/tracer); None: it has none
-    )
-    forks: bool = (
-        True  # a run with noise may be forked from a process that has imported its packages
-    )
+    # Variables of its trace (launch/worker/tracer); None: it has none.
+    trace: Mapping[str, str] | None = None
+    # A run with noise may be forked from a process that has imported its packages.
+    forks: bool = True
 
     @property
     def slug(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", self.command.name.lower()).strip("-") or "script"
 
     def case(self) -> AdhocCase:
-        command, failure = self.command, self.failure
+        command = self.command
+        failure = self.failure
         with_noise = self.trace is not None and NOISE_SEED in self.trace
         imports = _preloaded(command) if with_noise and self.forks and not self.env else None
         launch = schema.Launch(
@@ -252,7 +253,8 @@ class Script:
 
     def request(self, stack: str = "current", repeat: int | None = None) -> Request:
         """Return the request for the script's one cell."""
-        command, case = self.command, self.case()
+        command = self.command
+        case = self.case()
         number = case.metric.pattern if case.metric else ""
         # Everything that the outcome depends on. Of the failure only what is read from logs: the
         # rest can be regraded.
@@ -319,7 +321,8 @@ class AdhocRequest(Request):
 
 def _code(script: Path | None) -> str:
     """Hash the script and what it imports."""
-    digest, files = hashlib.sha256(), _files(script)
+    digest = hashlib.sha256()
+    files = _files(script)
     for path in files:
         name = os.path.relpath(path, files[0].parent)
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
@@ -331,7 +334,8 @@ def _files(script: Path | None) -> list[Path]:
 
     Imports are looked up in its folder, the working directory and PYTHONPATH.
     """
-    seen, waiting = dict[Path, None](), [script.resolve()] if script else []
+    seen = dict[Path, None]()
+    waiting = [script.resolve()] if script else []
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     roots = dict.fromkeys(
         [each.parent for each in waiting] + [Path(path).resolve() for path in (".", *paths)]
@@ -352,10 +356,8 @@ def _preloaded(command: Command) -> list[str] | None:
     It may not if torchrun does not start the script itself, or if the script may set what those
     packages read, or import another package by their name.
     """
-    script, torchrun = (
-        command.script,
-        command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone"),
-    )
+    script = command.script
+    torchrun = command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone")
     if (
         script is None
         or not torchrun

@@ -126,10 +126,8 @@ def bisect(
             point = _middle(trail.answers, low, high)
             if point is not None:
                 side = trail.ask(point)
-                low, high = (
-                    (point if side is ChangeSide.GOOD else low),
-                    (point if side is ChangeSide.BAD else high),
-                )
+                low = point if side is ChangeSide.GOOD else low
+                high = point if side is ChangeSide.BAD else high
                 continue
             if confirm is None or low in confirmed:
                 break
@@ -177,9 +175,8 @@ def version_map(
     probes for k changes when no answer is unknown.
     """
     try:
-        last = (
-            min(count, samples) - 1
-        )  # samples at even distances: both ends, then always the middle of a largest gap
+        # Samples at even distances: both ends, then always the middle of a largest gap.
+        last = min(count, samples) - 1
         step: int | None = 0
         asked: dict[int, None] = {}
         while step is not None:
@@ -211,7 +208,8 @@ def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> t
     kept = tuple(things)
     size = len(kept)
     while size:
-        before, start = kept, 0
+        before = kept
+        start = 0
         while start < len(kept):
             rest = kept[:start] + kept[start + size :]
             if reproduced(rest):
@@ -243,9 +241,8 @@ class Culprits:
 
     members: tuple[str, ...] | None
     unproven: tuple[str, ...] = ()  # members for which it is unknown whether they can be left out
-    changed: Mapping[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # packages of both stacks: (good, bad)
+    # Packages of both stacks: (good, bad).
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # other differences between the stacks, not tested
     tried: tuple[tuple[str, str], ...] = ()  # (packages, answer)
 

@@ -216,10 +216,8 @@ class Search:
 
         Raises MeasureError if an end has no answer, and ConfigError if the ends are wrong.
         """
-        worse, better = (
-            self._ask(bad).variants[self.variant],
-            self._ask(good).variants[self.variant],
-        )
+        worse = self._ask(bad).variants[self.variant]
+        better = self._ask(good).variants[self.variant]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
                 reason = f"variant {self.variant} has no result: {answer.detail}"

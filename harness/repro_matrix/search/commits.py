@@ -15,12 +15,8 @@ from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.git import run_git
 
-_LAYOUTS = (
-    "src/{}",
-    "{}",
-    "python/{}",
-    "lib/{}",
-)  # where a package's folder may lie in its repository
+# Where a package's folder may lie in its repository.
+_LAYOUTS = ("src/{}", "{}", "python/{}", "lib/{}")
 _TAGS = ("v{0}", "{0}", "release-{0}", "release/{0}", "{1}-{0}", "{1}-v{0}", "{1}/v{0}")
 
 

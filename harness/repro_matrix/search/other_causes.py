@@ -47,7 +47,8 @@ def reworded(
     overrides, that are removed too. ``more``: words that are added.
     """
     cut = words.index("--") if "--" in words else len(words)
-    kept, is_value = [], False
+    kept = []
+    is_value = False
     for word in words[:cut]:
         name, equals, _ = word.partition("=")
         if not is_value and name not in {*options, *flags}:
@@ -87,7 +88,8 @@ def _packages(prober: Prober, searched: Collection[str]) -> Iterator[tuple[str, 
 
 
 def _ranks(prober: Prober, search: Sequence[str]) -> Iterator[str]:
-    case, ranks = prober.case, prober.cell.ranks
+    case = prober.case
+    ranks = prober.cell.ranks
     other = str(1 if ranks > 1 else 2)
     line = ""
     if not isinstance(case, AdhocCase):

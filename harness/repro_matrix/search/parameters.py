@@ -75,7 +75,8 @@ def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> 
             before = best
             if not reproduced(simplify(before, set(numbers))):
                 for index in numbers:
-                    now, values = best, parameters[index].values
+                    now = best
+                    values = parameters[index].values
                     lower = values[: values.index(now[index]) + 1]
                     least(
                         lower,
@@ -119,12 +120,10 @@ def needed(parameter: Setting, value: Value, answers: Mapping[Value, bool | None
 
 # -- of a case: flags, the strategy's options, the model's size, ranks, steps, environment variables
 
-LAYERS, HEADS = "num_hidden_layers", "num_attention_heads"
-WIDTHS = (
-    "intermediate_size",
-    "hidden_size",
-    "vocab_size",
-)  # in the order in which they are made smaller
+LAYERS = "num_hidden_layers"
+HEADS = "num_attention_heads"
+# In the order in which they are made smaller.
+WIDTHS = ("intermediate_size", "hidden_size", "vocab_size")
 _SIZES = tuple(f"model.config.{key}" for key in (LAYERS, *WIDTHS))
 _REDUCED = ("model", "strategy", "variants", "repeat", "ranks", "steps", *_SIZES)
 
@@ -160,7 +159,8 @@ def of_case(
         for name, flag in case.flags.items()
     ]
     strategy = catalogue.strategies[given["strategy"]["slug"]]
-    options, usual = given["strategy"]["options"], reference["strategy"]["options"]
+    options = given["strategy"]["options"]
+    usual = reference["strategy"]["options"]
     for name, default in strategy.options.items():
         values = strategy.choices.get(name) or ([False, True] if isinstance(default, bool) else [])
         # A case's options win over its strategy's.

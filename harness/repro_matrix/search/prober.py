@@ -36,16 +36,12 @@ from repro_matrix.runner import session, tracing
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
 
-REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
+REPRODUCED = "reproduced"
+PASSED = "passed"
+OTHER = "other_failure"
 OTHER_SIZE = "other_size"  # numbers differ where those of the bad end do, by another size
-NOT_REPEATED = (
-    "case",
-    "variants",
-    "repeat",
-    "results",
-    "jobs",
-    "keep",
-)  # settings that cannot change a result
+# Settings that cannot change a result.
+NOT_REPEATED = ("case", "variants", "repeat", "results", "jobs", "keep")
 Say = Callable[[str], None]
 
 
@@ -160,9 +156,8 @@ class Point:
     target: Target
     variants: Mapping[str, ProbeAnswer]
     versions: Mapping[str, str] = field(default_factory=dict)
-    moved: Mapping[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # other packages that had to change
+    # Other packages that had to change.
+    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     document: str | None = None  # the stored result
     wall_s: float = 0.0  # of the probe: stack, launch, ranks
     attempts: int = 0  # launched now; 0: read from the store
@@ -215,7 +210,8 @@ class CellRunner(ExitStack):
 
     def __init__(self, say: Say, stop: threading.Event) -> None:
         super().__init__()
-        self.say, self.stop = say, stop
+        self.say = say
+        self.stop = stop
         self._place: workspace.Workplace | None = None
         # result -> attempts that this command launched, and what they took
         self.launched: Counter[Path] = Counter()
@@ -293,7 +289,8 @@ class Prober(CellRunner):
         variants: Sequence[str] | None = None,
     ) -> None:
         super().__init__(say, stop)
-        self.request, self.settings = request, request.settings
+        self.request = request
+        self.settings = request.settings
         self.case, self.cell = one_cell(request)
         chosen = variants or self.settings.variants or self.case.variants
         wanted = variants_of(self.case, overrides.expand("variant", chosen, self.case.variants))
@@ -306,9 +303,8 @@ class Prober(CellRunner):
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was defined, for the report
-        self.place: dict[str, Any] | None = (
-            None  # where the numbers of the bad end differ (compare/two_sides.py)
-        )
+        # Where the numbers of the bad end differ (compare/two_sides.py).
+        self.place: dict[str, Any] | None = None
 
     def learn(self, good: Target, bad: Target) -> None:
         """Define the failure by the two ends if the user did not; a case defines its own."""

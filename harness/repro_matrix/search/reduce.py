@@ -33,10 +33,8 @@ CONFIRMED = 3  # attempts of the result: whether it fails every time
 # Infrastructure errors that the script causes, not the machine: another attempt would show them
 # again.
 LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
-DEADLINE_FACTOR, MIN_DEADLINE_S = (
-    5.0,
-    20.0,
-)  # of an attempt's deadline: times the failure's duration, in seconds
+DEADLINE_FACTOR = 5.0  # an attempt's deadline: times the failure's duration
+MIN_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,8 @@ class Reduction(CellRunner):
     def __init__(self, stack: Stack, limits: Limits, say: Say, stop: threading.Event) -> None:
         super().__init__(say, stop)
         self.stack = stack
-        self.repeat, self.max_attempts = limits.repeat, limits.max_attempts
+        self.repeat = limits.repeat
+        self.max_attempts = limits.max_attempts
         # By configuration, or by the sizes of a fix; in order.
         self.probes: dict[Hashable, ProbeAnswer] = {}
         self.notes: list[str] = []
@@ -86,7 +85,8 @@ class Reduction(CellRunner):
             try:
                 answer = self._probe(config, max(CONFIRMED, self.repeat)) if done else None
             except NoMoreProbes as ended:
-                self.ended, answer = ended, None
+                self.ended = ended
+                answer = None
             if answer is None or self._has_enough_attempts(answer):
                 return config, first
 
@@ -133,26 +133,21 @@ class Reduction(CellRunner):
         variant = variant or self.variant
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
             raise NoMoreProbes(f"the limit of {self.max_attempts} attempts is reached")
-        began, attempts = time.monotonic(), 0
+        began = time.monotonic()
+        attempts = 0
         try:
             document, path, attempts = self.measure(request(), self.stack, [variant], repeat)
             found = replace(
                 prober.answer_of(self.slug, document["variants"].get(variant)), document=str(path)
             )
-        except (
-            ConfigError
-        ) as error:  # more ranks than this machine has memory for, an option that is refused
+        except ConfigError as error:  # such as an option that is refused, or too little memory
             found = ProbeAnswer(None, f"no such cell: {comparable_text(str(error))}")
         self.probes[key] = found
         self.attempts += attempts
         self.unsure += [] if found.infra_error in (None, *LASTING) else [what]
-        how = (
-            f"{time.monotonic() - began:.1f} s"
-            if attempts
-            else "stored"
-            if found.document
-            else "not launched"
-        )
+        how = "stored" if found.document else "not launched"
+        if attempts:
+            how = f"{time.monotonic() - began:.1f} s"
         self.say(f"{len(self.probes)}: {what}: {found} ({how})")
         return found
 
@@ -188,7 +183,8 @@ class Reduction(CellRunner):
         }
 
     def _varied(self, config: Config, at: int) -> Json:
-        parameter, value = self.parameters[at], config[at]
+        parameter = self.parameters[at]
+        value = config[at]
         probes = {
             other: self.probes.get(parameters.with_value(config, at, other))
             for other in parameter.values
@@ -228,7 +224,8 @@ class CaseReduction(Reduction):
         case, cell = prober.one_cell(request)
         limits = Limits(request.settings.repeat or case.repeat, max_attempts)
         super().__init__(stack, limits, say, stop)
-        self.slug, self.variant = case.slug, next(iter(case.variants))
+        self.slug = case.slug
+        self.variant = next(iter(case.variants))
         self.reduced_variant = variant = prober.one_variant(case, variant)
         given = self._prepare(request, variant)
         plan = next(each for each in given.plans[0].variants if each.variant == variant)
@@ -266,7 +263,8 @@ class CaseReduction(Reduction):
             for name, value in parameters.configuration_overrides(self.parameters, config).items()
             if name in ("ranks", "steps") or name.startswith("model.config.")
         }
-        key, first = frozenset(sizes.items()), len(self.probes) == 1
+        key = frozenset(sizes.items())
+        first = len(self.probes) == 1
         what = (
             f"{self.fix}"
             f" {' '.join(f'{name}={value}' for name, value in sizes.items()) or 'as given'}"
@@ -324,8 +322,10 @@ class ScriptReduction(Reduction):
         stop: threading.Event,
     ) -> None:
         super().__init__(stack, limits, say, stop)
-        self.script, self.word = script, word
-        self.slug, self.variant = script.slug, VARIANT
+        self.script = script
+        self.word = word
+        self.slug = script.slug
+        self.variant = VARIANT
         self.arguments = arguments_of(shlex.split(args))
         found = [argument.parameter for argument in self.arguments]
         nproc = script.command.nproc

@@ -48,8 +48,10 @@ def _inert(value: str) -> str:
 
 def bisection(search: Search, command: str) -> Data:
     """Return the result of a bisection."""
-    prober, culprits = search.prober, search.culprits
-    case, cell = prober.case, prober.cell
+    prober = search.prober
+    culprits = search.culprits
+    case = prober.case
+    cell = prober.cell
     machine = machines.detect()
     profile = machines.settle_all([cell.hardware], load().hardware, machine)[0]
     stages = [_stage_to_json(stage, search) for stage in search.stages]
@@ -89,8 +91,10 @@ def bisection(search: Search, command: str) -> Data:
 
 
 def _stage_to_json(stage: Stage, search: Search) -> Data:
-    variant, prober = search.variant, search.prober
-    found, roles = stage.found, stage.found.roles
+    variant = search.variant
+    prober = search.prober
+    found = stage.found
+    roles = stage.found.roles
     probes = []
     for point in found.points:
         answer = point.variants[variant]
@@ -129,7 +133,8 @@ def _stage_to_json(stage: Stage, search: Search) -> Data:
 
 
 def _end(point: Point, variant: str, prober: Prober) -> Data:
-    answer, target = point.variants[variant], point.target
+    answer = point.variants[variant]
+    target = point.target
     changes = {name: version for name, (_, version) in point.moved.items() if version}
     pinned = sorted(
         f"{name} @ {new}" if "://" in new else f"{name}=={new}" for name, new in changes.items()
@@ -157,8 +162,11 @@ def _portable(line: str) -> str:
 
 def _sentence(stage: Stage, variant: str, numbers: bool) -> str:
     """Return the result in a line, with no more than was measured."""
-    kind, found, older_is_good = stage.kind, stage.found, stage.older_is_good
-    good, bad = found.good.target.name, found.bad.target.name
+    kind = stage.kind
+    found = stage.found
+    older_is_good = stage.older_is_good
+    good = found.good.target.name
+    bad = found.bad.target.name
     label = found.good.variants[variant].label or ""
     other = (
         ""

@@ -59,7 +59,8 @@ class ScriptProber(Prober):
 
         Paths are relative to the working directory.
         """
-        script, words = self.script, shlex.split(self.script.command.shown)
+        script = self.script
+        words = shlex.split(self.script.command.shown)
         texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
         texts += [written(f"env.{name}", value) for name, value in script.env]
         own = [

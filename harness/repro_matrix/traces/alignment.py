@@ -9,9 +9,9 @@ as many groups as the data is divided between.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,15 +21,22 @@ from repro_matrix.traces.reader import Event, K, Trace
 from repro_matrix.traces.tolerance import epsilon
 
 Array = Any  # numpy's, whose type parameters say nothing here
-Sample = tuple[
-    Any, ...
-]  # root, checksum of its inputs, with gradients or not, and how often it was seen before
-Batch = tuple[int, tuple[str, ...], tuple[str, ...], bool]  # root, samples, labels, with gradients
+# Root, checksum of its inputs, with gradients or not, and how often it was seen before.
+Sample = tuple[Any, ...]
 ROOT = re.compile(r"root(\d+)\.")
 ACTIVATIONS = ("in", "fwd", "bwd")
 PER_BATCH = (*ACTIVATIONS, "lgrad")
 UNSCALED = 1e-3  # residue up to which gradients count as scaled by one factor
 Owner = tuple[tuple[int, ...], int]  # ranks, and the micro-batch; -1: not of one micro-batch
+
+
+class Batch(NamedTuple):
+    """Hold the samples of one call of a model."""
+
+    root: int
+    samples: tuple[str, ...]
+    labels: tuple[str, ...]
+    grad: bool  # with gradients
 
 
 class Key(NamedTuple):
@@ -58,20 +65,25 @@ class Rows:
 
     def select(self, rows: Iterable[int]) -> Rows:
         chosen = list(rows)
-        ids, owners = [self.ids[row] for row in chosen], [self.owners[row] for row in chosen]
-        return Rows(ids, owners, self.values[chosen], self.norms[chosen], self.shape, self.dtype)
+        return replace(
+            self,
+            ids=[self.ids[row] for row in chosen],
+            owners=[self.owners[row] for row in chosen],
+            values=self.values[chosen],
+            norms=self.norms[chosen],
+        )
 
     def norms_of(self, groups: Mapping[int, tuple[int, ...]]) -> Rows:
         """Return one norm per sample and group.
 
         For ranks with slices whose place in the whole is not known.
         """
-        squares: dict[tuple[Sample, Owner], float] = {}
+        squares: defaultdict[tuple[Sample, Owner], float] = defaultdict(float)
         for id_, (ranks, micro), norm in zip(self.ids, self.owners, self.norms):
-            place = id_, (groups[ranks[0]], micro)
-            squares[place] = squares.get(place, 0.0) + float(norm) ** 2
+            squares[id_, (groups[ranks[0]], micro)] += float(norm) ** 2
         norms = np.sqrt(list(squares.values()))
-        ids, owners = [id_ for id_, _ in squares], [owner for _, owner in squares]
+        ids = [id_ for id_, _ in squares]
+        owners = [owner for _, owner in squares]
         return Rows(ids, owners, norms[:, None], norms, dtype=self.dtype)
 
 
@@ -92,7 +104,10 @@ class Step:
         names: Mapping[str, str] | None = None,
         roots: Mapping[int, int] | None = None,
     ) -> None:
-        self.trace, self.number, self.names, self.roots = trace, number, names or {}, roots or {}
+        self.trace = trace
+        self.number = number
+        self.names = names or {}
+        self.roots = roots or {}
         self.stopped = trace.stopped_in(number)
         self.batches: dict[tuple[int, int], Batch] = {}
         self.events: dict[Key, list[tuple[int, Event]]] = {}  # tensors
@@ -100,27 +115,26 @@ class Step:
         for rank, event in trace.events(number):
             kind = event["k"]
             if kind == "batch":
-                labels = event.get("labels") or [""] * len(event["samples"])
-                samples, labels = tuple(map(str, event["samples"])), tuple(map(str, labels))
-                self.batches[rank, event["m"]] = (
-                    event["root"],
-                    samples,
-                    labels,
-                    event.get("grad", True),
-                )
+                samples = tuple(map(str, event["samples"]))
+                labels = tuple(map(str, event.get("labels") or [""] * len(samples)))
+                batch = Batch(event["root"], samples, labels, event.get("grad", True))
+                self.batches[rank, event["m"]] = batch
             elif kind == "opt":
                 self.optimizers.setdefault(rank, []).append(event)
             elif "rows" in event:
                 self._add(rank, event)
 
     def _add(self, rank: int, event: Event) -> None:
-        kind, name = event["k"], event["n"]
+        kind = event["k"]
+        name = event["n"]
         if kind in ACTIVATIONS:  # the tracer puts the model before the names of parameters only
-            root, name = self.batches.get((rank, event["m"]), (0,))[0], self.names.get(name, name)
-            name = f"root{root}.{name}" if root else name
-        name = self._called(name)
-        kind = f"{kind} {event['w']}" if kind == "buffer" else kind
-        key = Key(kind, name, event.get("i", 0), event.get("t", 0))
+            batch = self.batches.get((rank, event["m"]))
+            name = self.names.get(name, name)
+            if batch and batch.root:
+                name = f"root{batch.root}.{name}"
+        elif kind == "buffer":
+            kind = f"buffer {event['w']}"
+        key = Key(kind, self._called(name), event.get("i", 0), event.get("t", 0))
         while kind == "clip" and any(rank == other for other, _ in self.events.get(key, ())):
             key = key._replace(call=key.call + 1)
         self.events.setdefault(key, []).append((rank, event))
@@ -130,8 +144,9 @@ class Step:
         found = ROOT.match(name)
         root = int(found[1]) if found else 0
         if root in self.roots:
-            rest = name[found.end() if found else 0 :]
-            name = f"root{self.roots[root]}.{rest}" if self.roots[root] else rest
+            name = name.removeprefix(found[0]) if found else name
+            if self.roots[root]:
+                name = f"root{self.roots[root]}.{name}"
         elif root in self.roots.values():
             name = f"replaced.{name}"
         return self.names.get(name, name)
@@ -139,7 +154,7 @@ class Step:
     @cached_property
     def called(self) -> list[int]:
         """Return the models in the order of their first calls."""
-        return list(dict.fromkeys(batch[0] for batch in self.batches.values()))
+        return list(dict.fromkeys(batch.root for batch in self.batches.values()))
 
     @cached_property
     def groups(self) -> list[tuple[int, ...]]:
@@ -148,9 +163,12 @@ class Step:
         groups: dict[Hashable, tuple[int, ...]] = {}
         for rank in sorted(self.trace.ranks):
             seen = tuple(
-                batch[:2] for (owner, _), batch in self.batches.items() if owner == rank and split
+                (batch.root, batch.samples)
+                for (owner, _), batch in self.batches.items()
+                if owner == rank
             )
-            groups[seen or rank] = (*groups.get(seen or rank, ()), rank)
+            key = seen if split and seen else rank
+            groups[key] = (*groups.get(key, ()), rank)
         return list(groups.values())
 
     @cached_property
@@ -162,13 +180,17 @@ class Step:
         """Return the samples of each rank and micro-batch."""
         seen: Counter[Hashable] = Counter()
         found: dict[tuple[int, int], list[Sample]] = {}
-        for (rank, micro), (root, samples, _, grad) in sorted(self.batches.items()):
-            if rank == self.group_of[rank][0]:
-                ids: list[Sample] = []
-                for sample in samples:
-                    ids.append((self.called.index(root), sample, grad, seen[root, sample, grad]))
-                    seen[root, sample, grad] += 1
-                found |= {(each, micro): ids for each in self.group_of[rank]}
+        for (rank, micro), batch in sorted(self.batches.items()):
+            group = self.group_of[rank]
+            if rank != group[0]:
+                continue
+            ids: list[Sample] = []
+            for sample in batch.samples:
+                id_ = self.called.index(batch.root), sample, batch.grad
+                ids.append((*id_, seen[id_]))
+                seen[id_] += 1
+            for each in group:
+                found[each, micro] = ids
         return found
 
     @cached_property
@@ -176,9 +198,10 @@ class Step:
         """Number each call of a rank among those of the same model, with gradients or without."""
         calls: Counter[Hashable] = Counter()
         found: dict[tuple[int, int], int] = {}
-        for (rank, call), (root, _, _, grad) in sorted(self.batches.items()):
-            found[rank, call] = calls[rank, root, grad]
-            calls[rank, root, grad] += 1
+        for (rank, call), batch in sorted(self.batches.items()):
+            kind = rank, batch.root, batch.grad
+            found[rank, call] = calls[kind]
+            calls[kind] += 1
         return found
 
     @cached_property
@@ -203,7 +226,7 @@ class Step:
         return {
             id_: label
             for key, ids in self.ids.items()
-            for id_, label in zip(ids, self.batches[key][2])
+            for id_, label in zip(ids, self.batches[key].labels)
         }
 
     @cached_property
@@ -217,9 +240,8 @@ class Step:
     @cached_property
     def coarsest(self) -> str:
         """Return the dtype of least precision in which an output was computed."""
-        dtypes = {
-            str(events[0][1]["dtype"]) for key, events in self.events.items() if key.kind == "fwd"
-        }
+        outputs = [events[0][1] for key, events in self.events.items() if key.kind == "fwd"]
+        dtypes = {str(event["dtype"]) for event in outputs}
         return max(dtypes, key=epsilon, default="float32")
 
     @property
@@ -243,38 +265,52 @@ class Step:
 
         They are added within the group that saw a batch, or over all ranks.
         """
-        blocks: dict[Owner, Array] = {}
-        events = (
-            self.events.get(key) or self.events[key._replace(kind="state")]
-        )  # not changed by the step
-        per_batch, everyone = key.kind in PER_BATCH, tuple(self.trace.ranks)
-        for rank, event in events if per_batch else dict(events).items():  # the last of each rank
-            rows, ranks = event["rows"], tuple([rank])
-            if event["p"] != "full":
-                ranks = self.group_of[rank] if per_batch else everyone
-                rows = rows / (1 if per_batch else max(event.get("c", 1), 1))
-            if event["p"] == "partial":
-                rows = rows * np.append(
-                    np.ones(rows.shape[1] - 1), np.nan
-                )  # squares of a sum are not a sum of squares
-            owner = ranks, event["m"] if per_batch else -1
-            blocks[owner] = (
-                blocks[owner] + rows if owner in blocks and event["p"] != "full" else rows
-            )
+        # A value that the step did not change is that of before.
+        events = self.events.get(key) or self.events[key._replace(kind="state")]
+        first = events[0][1]
         ids: list[Sample] = []
-        event = events[0][1]
-        for (ranks, micro), rows in blocks.items():
-            samples = self.ids.get((ranks[0], micro), []) if per_batch else []
-            one_each = key.kind in ACTIVATIONS and len(samples) == len(rows) and event["b"]
-            batch = ("batch", *samples) if per_batch else ()
-            ids += samples if one_each else [(*batch, row) for row in range(len(rows))]
-        owners = [owner for owner, rows in blocks.items() for _ in rows]
+        owners: list[Owner] = []
+        blocks = self._blocks(events, key.kind in PER_BATCH)
+        for owner, rows in blocks.items():
+            ids += self._row_ids(key.kind, owner, len(rows), bool(first.get("b")))
+            owners += [owner] * len(rows)
         table = np.concatenate(list(blocks.values()))
-        values, squares = table[:, :-1], table[:, -1]
+        values = table[:, :-1]
+        squares = table[:, -1]
         norms = np.sqrt(np.where(np.isnan(squares), np.mean(values * values, axis=1), squares))
-        return Rows(
-            ids, owners, values, norms, tuple(map(str, event["shape"])), str(event.get("dtype", ""))
-        )
+        shape = tuple(map(str, first["shape"]))
+        return Rows(ids, owners, values, norms, shape, str(first.get("dtype", "")))
+
+    def _blocks(self, events: list[tuple[int, Event]], per_batch: bool) -> dict[Owner, Array]:
+        """Return the rows of each owner, with slices and addends added up."""
+        blocks: dict[Owner, Array] = {}
+        everyone = tuple(self.trace.ranks)
+        for rank, event in events if per_batch else dict(events).items():  # the last of each rank
+            rows = event["rows"]
+            whole = event["p"] == "full"
+            ranks: tuple[int, ...] = (rank,)
+            if not whole and per_batch:
+                ranks = self.group_of[rank]
+            elif not whole:
+                ranks = everyone
+                rows = rows / max(event.get("c", 1), 1)
+            if event["p"] == "partial":  # squares of a sum are not a sum of squares
+                rows = rows.copy()
+                rows[:, -1] = np.nan
+            owner = ranks, event["m"] if per_batch else -1
+            if owner in blocks and not whole:
+                rows = blocks[owner] + rows
+            blocks[owner] = rows
+        return blocks
+
+    def _row_ids(self, kind: str, owner: Owner, count: int, by_sample: bool) -> list[Sample]:
+        if kind not in PER_BATCH:
+            return [(row,) for row in range(count)]
+        ranks, micro = owner
+        samples = self.ids.get((ranks[0], micro), [])
+        if kind in ACTIVATIONS and by_sample and len(samples) == count:
+            return samples
+        return [("batch", *samples, row) for row in range(count)]
 
     def addends(self, name: str, rank: int) -> tuple[list[Owner], Array]:
         """Return the local gradients whose sum reaches a rank.
@@ -294,13 +330,14 @@ class Step:
         """Return the sums of the local gradients of a parameter: a row per replica."""
         found: dict[tuple[Owner, ...], Array] = {}
         for rank in max(self.groups, key=len):
-            owners, values = self.addends(name, rank)
-            found[tuple(owners)] = values.sum(axis=0)
-        ranks = [
-            (tuple(sorted({rank for ranks, _ in owners for rank in ranks})), -1) for owners in found
-        ]
+            addends, values = self.addends(name, rank)
+            found[tuple(addends)] = values.sum(axis=0)
+        owners: list[Owner] = []
+        for addends in map(list, found):
+            ranks = {rank for each, _ in addends for rank in each}
+            owners.append((tuple(sorted(ranks)), -1))
         values = np.array(list(found.values()))
-        return Rows([(0,)] * len(ranks), ranks, values, np.sqrt(np.mean(values * values, axis=1)))
+        return Rows([(0,)] * len(owners), owners, values, np.sqrt(np.mean(values * values, axis=1)))
 
     def clip_factors(self) -> Rows | None:
         """Return the factors by which gradients changed before the optimizer: a row per rank.
@@ -309,19 +346,9 @@ class Step:
         """
         stacks: dict[Owner, list[tuple[Array, Array]]] = {}
         for key in self.events:
-            if key.kind == "ograd" and (before := key._replace(kind="rgrad")) in self.events:
-                left, right = (
-                    {rank: event for rank, event in self.events[each]} for each in (before, key)
-                )
-                same = [
-                    rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]
-                ]
-                parts = [(tuple([rank]), left[rank]["rows"], right[rank]["rows"]) for rank in same]
-                # ZeRO: each rank has the whole before, and a slice of it after.
-                parts = parts or [
-                    (tuple(self.trace.ranks), self.rows(before).values, self.rows(key).values)
-                ]
-                for ranks, one, other in parts:
+            before = key._replace(kind="rgrad")
+            if key.kind == "ograd" and before in self.events:
+                for ranks, one, other in self._clipped(before, key):
                     stacks.setdefault((ranks, -1), []).append((one[0, :K], other[0, :K]))
         factors = [
             factor(*(np.concatenate(side) for side in zip(*stack))) for stack in stacks.values()
@@ -330,6 +357,17 @@ class Step:
             return None
         values = np.array([[scale] for scale, _ in factors])
         return Rows([(0,)] * len(factors), list(stacks), values, np.abs(values[:, 0]))
+
+    def _clipped(self, before: Key, after: Key) -> list[tuple[tuple[int, ...], Array, Array]]:
+        """Return the ranks of a gradient, and its values before and after the clipping."""
+        left = dict(self.events[before])
+        right = dict(self.events[after])
+        same = [rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]]
+        if same:
+            return [((rank,), left[rank]["rows"], right[rank]["rows"]) for rank in same]
+        # ZeRO: each rank has the whole before, and a slice of it after.
+        everyone = tuple(self.trace.ranks)
+        return [(everyone, self.rows(before).values, self.rows(after).values)]
 
 
 def factor(good: Array, bad: Array) -> tuple[float, float]:

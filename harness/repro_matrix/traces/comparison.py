@@ -23,28 +23,17 @@ from repro_matrix.traces.reader import Trace
 from repro_matrix.traces.relations import affected, describe_relation, proportion
 from repro_matrix.traces.settings import different_setting
 
-LATE = (
-    "rgrad",
-    "clip",
-    "ograd",
-    "param",
-    "buffer after",
-)  # kinds of events after the backward pass
+# Kinds of events after the backward pass.
+LATE = ("rgrad", "clip", "ograd", "param", "buffer after")
 OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
-ANOTHER_RUN = (
-    0.02,
-    0.5,
-)  # what rounding never does to a forward pass in the first step; in low precision
-# what is left of a difference in the output of a module that computes the same in another way
+# What rounding never does to a forward pass in the first step; in low precision.
+ANOTHER_RUN = (0.02, 0.5)
+# What is left of a difference in the output of a module that computes the same in another way
 ABSORBED = 0.01
 MORE_THAN_CLIPPING = 4  # times the clipping's difference: that of a gradient that was changed
-ON_SHARED = (
-    "initial weights",
-    "buffer",
-    "forward",
-    "backward",
-)  # stages that can be compared where data differ
+# Stages that can be compared although the data differ.
+ON_SHARED = ("initial weights", "buffer", "forward", "backward")
 
 
 def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
@@ -61,7 +50,8 @@ def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
     total = Total(good, bad, noise)
     for pair, runs in steps_of(good, bad, noise):
         found = _unlike_runs(runs) or _data(pair, total) or _first(pair)
-        agreed, last = total.found.aligned, total.last
+        agreed = total.found.aligned
+        last = total.last
         total.add(pair)
         if found:
             last = found.last_agreeing or last
@@ -113,7 +103,8 @@ def steps_of(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[
     names: dict[str, str] = {}
     shown: frozenset[str] = frozenset()
     for number in sorted({*good.steps} & {*bad.steps}):
-        main, other = Step(good, number), Step(bad, number, names)
+        main = Step(good, number)
+        other = Step(bad, number, names)
         if not names and (names := renamed(main, other)):
             other = Step(bad, number, names)
         if roots := replaced_models(main, other):
@@ -143,17 +134,17 @@ def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
                 )
                 reason += f" in the {stage} of {unlike[0].name}"
         if reason:
-            reason, step = (
-                f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets).",
-                pair.good.number,
-            )
+            reason = f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets)."
+            step = pair.good.number
             return Location("inconclusive", stage="random draws", step=step, reason=reason)
     return None
 
 
 def _data(pair: Pair, total: Total) -> Location | None:
     """Compare which samples each side saw, and their labels."""
-    good, bad, labels = pair.good.trained, pair.other.trained, (pair.good.labels, pair.other.labels)
+    good = pair.good.trained
+    bad = pair.other.trained
+    labels = (pair.good.labels, pair.other.labels)
     missing = [each for each in good if each not in bad]
     extra = [each for each in bad if each not in good]
     relabelled = [
@@ -165,7 +156,8 @@ def _data(pair: Pair, total: Total) -> Location | None:
         return None
     ranks, micro = affected(pair.other, [bad[each] for each in extra or relabelled])
     found = Location("differs", stage="data", step=pair.good.number, ranks=ranks, micro=micro)
-    trace, number = pair.good.trace, pair.good.number + 1
+    trace = pair.good.trace
+    number = pair.good.number + 1
     following = (
         {sample[:2] for sample in Step(trace, number).trained} if number in trace.steps else set()
     )
@@ -192,15 +184,15 @@ def _data(pair: Pair, total: Total) -> Location | None:
     agrees = Location(
         "agrees", coverage=Coverage(aligned=len(ratios), steps=1), largest=max(ratios, default=0.0)
     )
-    role, beyond = "samples" if extra or missing else "labels", _first(pair, ON_SHARED) or agrees
+    role = "samples" if extra or missing else "labels"
+    beyond = _first(pair, ON_SHARED) or agrees
     return replace(found, role=role, relation=", ".join(parts), beyond=beyond)
 
 
 def _taken_from(step: Step, extra: Sequence[Sample]) -> list[str]:
     """List the ranks that train on other ranks' samples, if all of their extra samples are such."""
-    taken: dict[
-        tuple[int, ...], set[tuple[int, ...] | None]
-    ] = {}  # ranks -> whose samples they have
+    # Ranks -> whose samples they have.
+    taken: dict[tuple[int, ...], set[tuple[int, ...] | None]] = {}
     first = {sample[:3]: ranks for sample, (ranks, _) in step.trained.items() if not sample[3]}
     for sample in extra:
         ranks = step.trained[sample][0]
@@ -242,10 +234,8 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     same = [each for each in wrong if each.stage == first.stage]
     relation, sources = describe_relation(pair, same)
     ranks, micro = affected(pair.other, sources)
-    last, role = (
-        [each for each in right if each.stage == first.stage] or right,
-        ROLES.get(first.key.kind, "gradient"),
-    )
+    last = [each for each in right if each.stage == first.stage] or right
+    role = ROLES.get(first.key.kind, "gradient")
     found = replace(
         found,
         stage=first.stage,
@@ -356,7 +346,8 @@ def _confirmed(pair: Pair, missing: Difference) -> bool:
 
     A hook may see less on one side.
     """
-    name, later = missing.key.name, list(STAGES)[list(STAGES).index(missing.stage) + 1 :]
+    name = missing.key.name
+    later = list(STAGES)[list(STAGES).index(missing.stage) + 1 :]
     follows = [
         each.wrong
         for each in pair.differences

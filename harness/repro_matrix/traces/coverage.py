@@ -20,33 +20,39 @@ class Total:
     """Count what was compared in the steps so far."""
 
     def __init__(self, good: Trace, bad: Trace, noise: Sequence[Trace]) -> None:
-        self.good, self.bad, self.noise = good, bad, noise
+        self.good = good
+        self.bad = bad
+        self.noise = noise
         self.found = Coverage(good.strategy, bad.strategy)
-        self.largest, self.last = 0.0, ""
+        self.largest = 0.0
+        self.last = ""
         self.names: dict[str, str] = {}  # of the bad side -> of the good side
         self.samples: set[Any] = set()
         self.notes: dict[str, None] = {}  # in order
-        self.not_numbers, self.nan_weights = "", False
-        self.updates: Counter[str] = (
-            Counter()
-        )  # steps in which an optimizer of the good side had a parameter
+        self.not_numbers = ""
+        self.nan_weights = False
+        # Steps in which an optimizer of the good side had a parameter.
+        self.updates: Counter[str] = Counter()
 
     def add(self, pair: Pair) -> None:
         """Count a step."""
-        found, kept = self.found, [each for each in pair.differences if not each.missing]
+        found = self.found
+        kept = [each for each in pair.differences if not each.missing]
         found.steps += 1
         found.aligned += len(kept)
         found.stages = dict(Counter(found.stages) + Counter(each.stage for each in kept))
         self.largest = max(
             [self.largest, *(each.size / each.tolerance for each in kept if not each.wrong)]
         )
-        self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
+        self.last = kept[-1].place if kept else self.last
+        self.names = dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
         stages = [stage for stage, kinds in STAGES.items() if absent & {*kinds}]
         self.notes |= {f"the bad side has nothing of {', '.join(stages)}": None} if stages else {}
         found.not_compared += len(pair.differences) - len(kept) + len(pair.shapes_differ)
         found.not_compared += sum(key.kind not in {*absent, "in"} for key in pair.not_aligned)
-        ours, theirs = set(pair.good.samples), set(pair.other.samples)
+        ours = set(pair.good.samples)
+        theirs = set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
         found.shared += len(ours & theirs)
         found.only_good += len(ours - theirs)
@@ -75,7 +81,8 @@ class Total:
 
     def coverage(self) -> Coverage:
         theirs = {self.names.get(name, name) for name in self.bad.modules}
-        ours, notes = set(self.good.modules), []
+        ours = set(self.good.modules)
+        notes = []
         for side, trace, only in (
             ("good side", self.good, ours - theirs),
             ("bad side", self.bad, theirs - ours),

@@ -40,11 +40,9 @@ def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] =
             " another norm"
         )
     if found.stage == "stopped":
-        before = "; everything before agrees" * bool(found.coverage.aligned)
-        return (
-            found.relation.replace("the bad side", "it").replace("the good side", "the first one")
-            + before
-        )
+        text = found.relation.replace("the bad side", "it")
+        text = text.replace("the good side", "the first one")
+        return f"{text}; everything before agrees" if found.coverage.aligned else text
     if found.stage == "data" or (found.role == "step" and found.relation.startswith("no step;")):
         return _other_samples(found, good, bad, noise)
     if found.stage == "loss weight":
@@ -69,7 +67,7 @@ def _batch_norm(found: Location, place: str, good: Trace, bad: Trace) -> str:
     if found.step is None or found.stage in SETTINGS:
         return ""
     batches = [
-        sorted(batch[1] for batch in Step(trace, found.step).batches.values())
+        sorted(batch.samples for batch in Step(trace, found.step).batches.values())
         for trace in (good, bad)
     ]
     if batches[0] == batches[1]:

@@ -27,10 +27,8 @@ Stage = Literal[
     "update",
     "stopped",
 ]
-_WHAT = {
-    "backward": "gradient at its output",
-    "reduction": "reduced gradient",
-}  # differs, in a sentence
+# Stage -> what differs, in a sentence.
+_WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient"}
 
 
 @dataclass
@@ -41,15 +39,12 @@ class Coverage:
     bad: str = ""
     aligned: int = 0  # tensors of the good side that were compared
     steps: int = 0
-    seldom: tuple[int, int] = (
-        0,
-        0,
-    )  # how many trained parameters have the fewest updates, and how many steps those are
+    # How many trained parameters have the fewest updates, and how many steps those are.
+    seldom: tuple[int, int] = (0, 0)
     not_compared: int = 0  # tensors without a counterpart, or of other shapes
     stages: dict[str, int] = field(default_factory=dict)  # tensors compared, by stage
-    renamed: dict[str, str] = field(
-        default_factory=dict
-    )  # module of the good side -> of the bad side
+    # Module of the good side -> of the bad side.
+    renamed: dict[str, str] = field(default_factory=dict)
     shared: int = 0  # samples, over all steps compared
     only_good: int = 0
     only_bad: int = 0
@@ -115,7 +110,8 @@ class Location:
             return f"inconclusive: {self.reason}"
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
-            steps, (few, updates) = counted(self.coverage.steps, "step"), self.coverage.seldom
+            steps = counted(self.coverage.steps, "step")
+            (few, updates) = self.coverage.seldom
             steps += (
                 f", of which {updates or 'none'} updated {counted(few, 'parameter')}" if few else ""
             )

@@ -11,9 +11,11 @@ from repro_matrix.traces.alignment import Key, Step
 
 def renamed(good: Step, bad: Step) -> dict[str, str]:
     """Return the good side's names for modules and parameters that the bad side renamed."""
-    theirs, ours = bad.trace.modules, good.trace.modules
+    theirs = bad.trace.modules
+    ours = good.trace.modules
     names: dict[str, str] = {}
-    listed, known = _parameters(good), _parameters(bad)
+    listed = _parameters(good)
+    known = _parameters(bad)
     free = {name: content for name, content in listed.items() if name not in known}
     for name in (each for each in known if each not in listed):
         same = sorted(
@@ -30,7 +32,8 @@ def renamed(good: Step, bad: Step) -> dict[str, str]:
                 and counterpart in ours
             ):
                 names.setdefault(module, counterpart)
-                module, counterpart = _parent(module), _parent(counterpart)
+                module = _parent(module)
+                counterpart = _parent(counterpart)
     for module, kind in theirs.items():  # without parameters: by the module that they are in
         parent = names.get(_parent(module), _parent(module))
         if module in ours or module in names or parent not in ours:

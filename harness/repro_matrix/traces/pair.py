@@ -173,7 +173,9 @@ class Pair:
         Outside of ZeRO, whose trace has the values of every parameter, only an optimizer's
         parameters have an update.
         """
-        received, reduced, updated = Key("ograd", name), Key("rgrad", name), Key("param", name)
+        received = Key("ograd", name)
+        reduced = Key("rgrad", name)
+        updated = Key("param", name)
         zero = any(each.startswith("ZeRO") for each in self.other.trace.wrappers)
         held = {received} if zero else {received, updated}
         missing = received in self.good.events and not held & self.other.events.keys()
@@ -227,7 +229,8 @@ class Pair:
         self, stage: Stage, key: Key, rows: Rows, other: OtherRows, floor: float = 1.0
     ) -> Difference | None:
         """Record by how much rows differ, relative to the good side's norms."""
-        good, bad = rows.values, other.values
+        good = rows.values
+        bad = other.values
         keep = np.isfinite(good).all(axis=1) | np.isfinite(bad).all(axis=1)
         if not keep.all():
             self.not_numbers.append(key)
@@ -243,7 +246,8 @@ class Pair:
 
     def _match(self, key: Key) -> tuple[Rows, Rows] | None:
         """Return the rows of both sides that belong together; None where nothing does."""
-        good, other = self.good.rows(key), self.other.rows(key)
+        good = self.good.rows(key)
+        other = self.other.rows(key)
         if good.shape != other.shape:
             size = max(map(len, self.other.groups))
             if (
@@ -253,11 +257,13 @@ class Pair:
             ):
                 self.shapes_differ.append(key)
                 return None
-            good, other = good.norms_of(self.good.group_of), other.norms_of(self.other.group_of)
+            good = good.norms_of(self.good.group_of)
+            other = other.norms_of(self.other.group_of)
         if key.kind == "lgrad" and set(good.ids) != set(
             other.ids
         ):  # the sides divide the samples differently
-            good, other = self.good.totals(key.name), self.other.totals(key.name)
+            good = self.good.totals(key.name)
+            other = self.other.totals(key.name)
         pairs = paired(good, other)
         if not pairs and key.kind in ACTIVATIONS and _same_for_all(good, other):
             pairs = [(0, row) for row in range(len(other.ids))]
@@ -283,7 +289,8 @@ class Pair:
             self.not_aligned.append(key)
         if not rows.ids:
             return
-        values, floor = other.values, 1.0
+        values = other.values
+        floor = 1.0
         if stage == "backward":
             weights = [
                 self._weight(sample, owner[0][0]) for sample, owner in zip(other.ids, other.owners)
@@ -295,7 +302,8 @@ class Pair:
         if key.kind == "param" and before in self.good.events and before in self.other.events:
             old, new = self._match(before) or (NOTHING, NOTHING)
             if len(old.ids) == len(rows.ids):
-                values, changes = values - new.values, rows.values - old.values
+                values = values - new.values
+                changes = rows.values - old.values
                 if not changes.any() and not values.any():
                     return  # no update
                 norms = np.linalg.norm(changes, axis=1) / np.sqrt(changes.shape[1])
@@ -307,7 +315,8 @@ class Pair:
 
     def _lacking(self, key: Key, arrived: Rows, shown: bool) -> tuple[Rows, list[Owner]]:
         """Return the rows of a gradient that the other side should have and does not, and where."""
-        rows, owners = self.good.rows(key), dict[Hashable, Owner]()
+        rows = self.good.rows(key)
+        owners = dict[Hashable, Owner]()
         if self.other.stopped or key.kind not in self.other.kinds | self.shown:
             return NOTHING, []
         if key.kind == "bwd" and (forward := key._replace(kind="fwd")) in self.other.events:
@@ -331,9 +340,8 @@ class Pair:
 
         It is the scale of the sample's gradient at the beginning of the backward pass.
         """
-        self.weights: dict[
-            tuple[Hashable, int], tuple[float, float, Owner]
-        ] = {}  # by rank: scale, residue, owner
+        # By rank: scale, residue, owner.
+        self.weights: dict[tuple[Hashable, int], tuple[float, float, Owner]] = {}
         for key in keys:
             if len(self.weights) >= sum(map(len, self.other.ids.values())):
                 break
@@ -368,7 +376,8 @@ class Pair:
 
     def _compare_factors(self) -> None:
         """Compare by which factors gradients were clipped, whatever the norms say."""
-        factors, others = self.good.clip_factors(), self.other.clip_factors()
+        factors = self.good.clip_factors()
+        others = self.other.clip_factors()
         if factors and others:
             values = np.repeat(factors.values[:1], len(others.values), axis=0)
             rows = Rows([], [], values, np.abs(values[:, 0]))
@@ -390,10 +399,8 @@ def _same_for_all(good: Rows, other: Rows) -> bool:
 
     It is the same for one call as for another of other samples, so it is for all.
     """
-    rows, kinds = (
-        np.concatenate([good.values[:1], other.values]),
-        {each[0] for each in (*good.ids, *other.ids)},
-    )
+    rows = np.concatenate([good.values[:1], other.values])
+    kinds = {each[0] for each in (*good.ids, *other.ids)}
     if kinds != {"batch"} or len({good.ids[0], *other.ids}) < 3 or not np.any(rows[0]):
         return False
     alike = np.linalg.norm(rows[:, None] - rows[None], axis=2) <= ALIKE * np.linalg.norm(

@@ -32,12 +32,10 @@ class RankTrace:
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    random: dict[tuple[int, int], Any] = field(
-        default_factory=dict
-    )  # state of random numbers by step and micro-batch
-    events: dict[int, list[Event]] = field(
-        default_factory=dict
-    )  # by step; ``rows`` is the decoded sketch
+    # State of random numbers by step and micro-batch.
+    random: dict[tuple[int, int], Any] = field(default_factory=dict)
+    # By step; ``rows`` is the decoded sketch.
+    events: dict[int, list[Event]] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
     files: dict[str, str] = field(default_factory=dict)  # of the code that ran -> their hashes
     end: str = ""  # the reason; empty where the trace was cut

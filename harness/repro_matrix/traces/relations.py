@@ -45,7 +45,8 @@ def describe_relation(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Seq
     if first.key.kind == "param" and first.key not in pair.other.events:
         return "the bad side's optimizer does not have this parameter", first.owners
     off = first.sizes > first.tolerance
-    good, bad = first.good[off], first.bad[off]
+    good = first.good[off]
+    bad = first.bad[off]
     owners = [owner for owner, each in zip(first.owners, off) if each]
     if first.stage == "initial weights" and "param" in pair.shown:
         return "changed between the steps", owners
@@ -54,7 +55,8 @@ def describe_relation(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Seq
     if first.stage == "loss weight":
         if max(rest for scale, rest, _ in pair.weights.values() if scale) > RESIDUE:
             return "the gradient of the loss differs, and in its direction too", owners
-        low, high = float(bad.min()), float(bad.max())
+        low = float(bad.min())
+        high = float(bad.max())
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
         weights = times(float(bad.mean())) if equal else f"{times(low)} to {times(high)}"
         verb = "weighs" if len(bad) == 1 else "weigh"
@@ -135,9 +137,8 @@ def _describe_reduction(
 
     ``alike``: all ranks have the same sum.
     """
-    found: dict[
-        str, tuple[list[int], str, list[Owner]]
-    ] = {}  # name of the error -> ranks, sum, odd addends
+    # Name of the error -> ranks, sum, odd addends.
+    found: dict[str, tuple[list[int], str, list[Owner]]] = {}
     for rank in ranks:
         name, terms, odd = _describe_sum_of(pair, wrong, rank, alike)
         found.setdefault(name, ([], terms, odd))[0].append(rank)
@@ -248,11 +249,8 @@ def _kind(weights: Array, own: Array, share: float) -> str | None:
         return None
     if abs(scale - 1) < RESIDUE / 10:
         return ""
-    summed = abs(scale * share - 1) < RESIDUE
-    return (
-        "left out"
-        if abs(scale) < RESIDUE
-        else "summed, not averaged"
-        if summed
-        else f"scaled by {times(scale)}"
-    )
+    if abs(scale) < RESIDUE:
+        return "left out"
+    if abs(scale * share - 1) < RESIDUE:
+        return "summed, not averaged"
+    return f"scaled by {times(scale)}"

@@ -16,7 +16,8 @@ IMPLEMENTATION = frozenset(
 
 def different_setting(good: Step, bad: Step) -> tuple[str, str, tuple[int, ...]] | None:
     """Return the first setting that differs, how, and on which ranks (none: on all)."""
-    ours, theirs = _groups(good), bad.optimizers
+    ours = _groups(good)
+    theirs = bad.optimizers
     found = {rank: _first(good, ours, events) for rank, events in theirs.items()} if ours else {}
     wrong = {rank: each for rank, each in found.items() if each}
     if not wrong:

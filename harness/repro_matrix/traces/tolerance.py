@@ -7,7 +7,8 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 LOW = ("float16", "bfloat16")
 # Noise of one ulp is coarser than what another order of additions changes; in low precision by
 # less.
-FACTOR, FACTOR_LOW = 8.0, 2.0
+FACTOR = 8.0
+FACTOR_LOW = 2.0
 UNMEASURED = 32.0  # ulps, where there is no noise run
 
 
