@@ -1,4 +1,7 @@
-"""Count what was compared, and judge if that is enough to say that two trainings agree. Pure."""
+"""Count what was compared, and judge if that is enough to say that two trainings agree.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Explain why two configurations of one script need not compute the same, by design. Pure."""
+"""Explain why two configurations of one script need not compute the same, by design.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 

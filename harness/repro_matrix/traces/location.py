@@ -1,4 +1,7 @@
-"""Hold the answer of a comparison: the place at which the bad side first differs. Pure."""
+"""Hold the answer of a comparison: the place at which the bad side first differs.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 

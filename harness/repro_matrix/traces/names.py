@@ -1,4 +1,7 @@
-"""Recognize renamed modules and parameters by class, order, shape and initial value. Pure."""
+"""Recognize renamed modules and parameters by class, order, shape and initial value.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 

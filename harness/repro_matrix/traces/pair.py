@@ -1,4 +1,7 @@
-"""Compare one step of two trainings tensor by tensor, in causal order. Pure."""
+"""Compare one step of two trainings tensor by tensor, in causal order.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the traces that the ranks of one training wrote. Pure but for reading files.
+"""Read the traces that the ranks of one training wrote.
 
 A trace is a file of JSON lines per rank. A line that is cut or is no event is skipped. A rank
 without a file, or whose trace has no last line, counts as stopped.

@@ -1,4 +1,7 @@
-"""Describe what is true instead of equality: factors, and sums of the local gradients. Pure."""
+"""Describe what is true instead of equality: factors, and sums of the local gradients.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 

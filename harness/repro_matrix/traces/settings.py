@@ -1,4 +1,7 @@
-"""Compare the settings of optimizers exactly. Pure."""
+"""Compare the settings of optimizers exactly.
+
+Pure: it reads no clock, file or network.
+"""
 
 from __future__ import annotations
 
