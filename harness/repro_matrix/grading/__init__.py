@@ -1,2 +1,4 @@
 """Grade what attempts showed: signatures, checks, effects, hangs, outcomes, verdicts, expectations.
-Pure."""
+
+Pure.
+"""

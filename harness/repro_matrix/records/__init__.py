@@ -1,2 +1,4 @@
 """The stored types, one definition each: attempts, outcomes, documents; validation and JSON Schema.
-Pure."""
+
+Pure.
+"""

@@ -60,8 +60,10 @@ class Frame(TypedDict):
 
 
 class Exception_(TypedDict):
-    """``frames``: outermost first. ``error_code``: an accelerator's own (cudaError_t), where torch
-    gives it."""
+    """``frames``: outermost first.
+
+    ``error_code``: an accelerator's own (cudaError_t), where torch gives it.
+    """
 
     type: str
     module: NotRequired[str]
@@ -129,8 +131,10 @@ class Read(TypedDict):
 
 
 class Collective(TypedDict):
-    """One collective of torch's flight recorder. ``frames``: (file, function) of its call,
-    innermost first."""
+    """One collective of torch's flight recorder.
+
+    ``frames``: (file, function) of its call, innermost first.
+    """
 
     group: str
     sequence: int | None
@@ -141,8 +145,7 @@ class Collective(TypedDict):
 
 
 class Collectives(TypedDict):
-    """What a rank's monitor reports (repros/repro_kit/rank_monitor.py); null: nothing was
-    recorded."""
+    """What a rank's monitor reports (repros/repro_kit/rank_monitor.py); null: nothing was recorded."""
 
     groups: dict[str, list[int]]
     collectives: list[Collective] | None
@@ -225,8 +228,10 @@ class RankRecord(TypedDict):
 
 
 class HangRecord(TypedDict):
-    """Why the launcher ended an attempt that did not end by itself. ``starting``: a rank had not
-    begun its script."""
+    """Why the launcher ended an attempt that did not end by itself.
+
+    ``starting``: a rank had not begun its script.
+    """
 
     starting: bool
     deadlock: str | None
@@ -267,8 +272,10 @@ class InfraError(TypedDict):
 
 
 class AttemptRecord(TypedDict):
-    """One launch. ``versions``: the releases that it was planned with. ``cold_start_reason``: why
-    it was not forked.
+    """One launch.
+
+    ``versions``: the releases that it was planned with. ``cold_start_reason``: why it was not
+    forked.
 
     ``retry_of``: the infrastructure error of the attempt that this one repeats.
     """
@@ -306,8 +313,10 @@ class TraceFiles(TypedDict):
 
 
 class LogLine(TypedDict):
-    """A line of a log that a user's failure definition looks for. ``rank`` -1: the launcher's
-    log."""
+    """A line of a log that a user's failure definition looks for.
+
+    ``rank`` -1: the launcher's log.
+    """
 
     rank: Annotated[int, Field(ge=-1)]
     line: str
@@ -315,8 +324,10 @@ class LogLine(TypedDict):
 
 
 class Printed(TypedDict):
-    """What the logs of a user's script hold. ``by_rank``: the last value of each rank; ``cut``: a
-    log was too long."""
+    """What the logs of a user's script hold.
+
+    ``by_rank``: the last value of each rank; ``cut``: a log was too long.
+    """
 
     log: list[LogLine]
     metric: list[LogLine]
@@ -326,8 +337,9 @@ class Printed(TypedDict):
 
 @open_ended
 class Observation(TypedDict):
-    """Everything that an attempt left. ``printed``, ``command_exit`` and ``trace``: of a user's
-    script only.
+    """Everything that an attempt left.
+
+    ``printed``, ``command_exit`` and ``trace``: of a user's script only.
 
     ``place``: where a training whose check failed begins to differ from the single process, found
     by a repetition with

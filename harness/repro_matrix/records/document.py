@@ -53,16 +53,20 @@ class Made(TypedDict):
 
 
 class SkipRecord(TypedDict):
-    """Why a variant was not launched, for programs. ``requires``: what would have to be there, as
-    it is declared."""
+    """Why a variant was not launched, for programs.
+
+    ``requires``: what would have to be there, as it is declared.
+    """
 
     kind: SkipKind
     requires: list[str]
 
 
 class VariantRecord(TypedDict):
-    """``skipped``: why it was not launched. ``fingerprint``: what its answer depends on.
-    ``planned``: MiB of memory."""
+    """``skipped``: why it was not launched.
+
+    ``fingerprint``: what its answer depends on. ``planned``: MiB of memory.
+    """
 
     skipped: Text | None
     skip: NotRequired[SkipRecord | None]
@@ -74,8 +78,10 @@ class VariantRecord(TypedDict):
 
 
 class StackRecord(TypedDict):
-    """``label``: its folder in the results. ``changed``: files that are not as their packages
-    installed them."""
+    """``label``: its folder in the results.
+
+    ``changed``: files that are not as their packages installed them.
+    """
 
     name: str
     python: str | None
@@ -120,8 +126,10 @@ class Around(TypedDict):
 
 
 class HardwareRecord(Around):
-    """``capabilities``: those that all ranks reported alike. ``shares_gpu``: all ranks of an
-    attempt use one GPU."""
+    """``capabilities``: those that all ranks reported alike.
+
+    ``shares_gpu``: all ranks of an attempt use one GPU.
+    """
 
     profile: str
     capabilities: NotRequired[dict[str, str | bool]]
@@ -242,16 +250,20 @@ MAX_ERRORS = 3  # that a message names
 
 
 def validate_cell(value: Any) -> Document:
-    """Return the same value, known to be a cell's document. Raise ValueError, which names each
-    wrong key."""
+    """Return the same value, known to be a cell's document.
+
+    Raise ValueError, which names each wrong key.
+    """
     _validate(CellRecord, value)
     _validate_variants(value)
     return cast(Document, value)
 
 
 def validate_record(value: Any) -> Record:
-    """Return the same value, known to be a rank's record. Raise ValueError, which names each wrong
-    key."""
+    """Return the same value, known to be a rank's record.
+
+    Raise ValueError, which names each wrong key.
+    """
     _validate(Record, value)
     return cast(Record, value)
 
