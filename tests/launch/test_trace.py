@@ -24,7 +24,7 @@ WORKER = Path(repro_matrix.__file__).parent / "launch" / "worker"
 import traced_training as training
 from repro_matrix.launch.worker import tracer
 from repro_matrix.launch.worker.tracer import ending
-from repro_matrix.launch.worker.tracer.batches import Batch
+from repro_matrix.launch.worker.tracer.batches import RootBatch
 from repro_matrix.launch.worker.tracer.sketch import BLOCK, Noise, sketch
 
 Json = dict[str, Any]
@@ -96,18 +96,20 @@ def test_noise_is_one_unit_in_the_last_place_and_draws_nothing_from_the_script()
 def test_samples_are_known_by_ids_that_the_mask_shows() -> None:
     nothing = lambda _: None  # noqa: E731
     ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
-    padded = Batch.of((), {"input_ids": ids, "attention_mask": mask, "labels": ids}, nothing)
-    short = Batch.of((), {"input_ids": ids[:1, :2].int(), "attention_mask": mask[:1, :2]}, nothing)
+    padded = RootBatch.of((), {"input_ids": ids, "attention_mask": mask, "labels": ids}, nothing)
+    short = RootBatch.of(
+        (), {"input_ids": ids[:1, :2].int(), "attention_mask": mask[:1, :2]}, nothing
+    )
     assert padded.samples[0] == short.samples[0] and len(set(padded.samples)) == 2 == len(
         padded.labels
     )
     assert (
-        Batch.of((torch.ones(3, 2),), {}, nothing).samples
-        == Batch.of((torch.ones(1, 2),), {}, nothing).samples * 3
+        RootBatch.of((torch.ones(3, 2),), {}, nothing).samples
+        == RootBatch.of((torch.ones(1, 2),), {}, nothing).samples * 3
     )
-    assert Batch.of((), {}, nothing).samples == []
-    masked = Batch.of((), {"attention_mask": torch.ones_like(ids), "x": ids}, nothing)
-    assert masked.samples == Batch.of((ids,), {}, nothing).samples
+    assert RootBatch.of((), {}, nothing).samples == []
+    masked = RootBatch.of((), {"attention_mask": torch.ones_like(ids), "x": ids}, nothing)
+    assert masked.samples == RootBatch.of((ids,), {}, nothing).samples
 
 
 # What is recorded.
@@ -369,7 +371,7 @@ def test_full_disk_ends_the_trace_and_not_the_script(folder: Path) -> None:
 
 
 def test_error_of_the_tracer_is_a_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Batch, "rows", lambda *_: 1 / 0)
+    monkeypatch.setattr(RootBatch, "rows", lambda *_: 1 / 0)
     training.train()
     assert (
         "ZeroDivisionError" in lines(folder, "note")[0]["text"]

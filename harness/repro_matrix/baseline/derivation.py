@@ -270,7 +270,7 @@ def _minor(version: Version, plus: int = 0) -> str:
 
 
 def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) -> ExitCode:
-    """Return the exit code of a run: does it show what is expected, and all of it?
+    """Return the exit code of a run.
 
     DIFFERS: a result differs from its expectation. INCOMPLETE: less was measured than requested, a
     cell has no comparison, or too much is not confirmed.

@@ -149,5 +149,5 @@ def _check_ends(good: str, bad: str) -> None:
             f"--good {good} --bad {bad}: give two releases of a package, or two stacks."
         )
     if not is_release(good):
-        options.check_stack("good", good)
-        options.check_stack("bad", bad)
+        options.check_side("good", good)
+        options.check_side("bad", bad)

@@ -55,7 +55,7 @@ class Choice(click.Choice[str]):
         return value
 
 
-class Command(click.Command):
+class ReproCommand(click.Command):
     """Call a function with the arguments of a command as one object.
 
     Besides the declared arguments these are ``line``, the whole command line; ``given``, the
@@ -112,7 +112,7 @@ def as_written(text: str | None) -> str:
 def command(main: Callable[[Any], int]) -> click.Command:
     """Return a module's command. Its help is the docstring of the module."""
     text = as_written(sys.modules[main.__module__].__doc__)
-    return click.command(cls=Command, help=text, context_settings=CONTEXT)(config_dir(main))
+    return click.command(cls=ReproCommand, help=text, context_settings=CONTEXT)(config_dir(main))
 
 
 def explain(error: click.UsageError) -> str:
@@ -322,7 +322,7 @@ def named_case(case: str | None) -> str:
     return case
 
 
-def check_stack(side: str, text: str) -> None:
+def check_side(side: str, text: str) -> None:
     """Raise ConfigError if ``--good`` or ``--bad`` is not a stack, before anything is built."""
     from repro_matrix.environment import stacks
 
@@ -349,5 +349,5 @@ def stack_of(side: str, text: str, base: str, package: str) -> str:
         package = stacks.spec.canonical(package)
         known = locks.releases(package, yanked=True, pre=True)
         text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
-    check_stack(side, text)
+    check_side(side, text)
     return text

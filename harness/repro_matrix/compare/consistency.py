@@ -34,7 +34,7 @@ CHECKPOINTING = "gradient_checkpointing"
 
 
 @dataclass(frozen=True)
-class Setting:
+class VariedSetting:
     """Hold one choice of the thing that varies.
 
     ``labels``: its value in the first list that tells all choices apart, else in each.
@@ -45,7 +45,7 @@ class Setting:
     ranks: int | None = None
 
 
-def option_choices(option: str, text: str) -> list[Setting]:
+def option_choices(option: str, text: str) -> list[VariedSetting]:
     """Return the choices of ``--acc {1,4}``; the values of several braces belong together.
 
     Without braces: without these arguments and with them. The first word of --ranks is a list of
@@ -79,7 +79,7 @@ def option_choices(option: str, text: str) -> list[Setting]:
             words = words[len(values[0]) :]
             labels[0] = counted(count, "rank")
         chosen = [labels[at] for at in telling] or labels
-        found.append(Setting(tuple(chosen), words.strip(), count))
+        found.append(VariedSetting(tuple(chosen), words.strip(), count))
     return found
 
 
@@ -107,7 +107,7 @@ def _label(before: str, value: str, after: str) -> str:
     return f"{option}{space}{value}{after.partition(' ')[0]}".strip()
 
 
-def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]:
+def combinations(axes: Sequence[Sequence[VariedSetting]]) -> list[tuple[VariedSetting, ...]]:
     """Return the first choices, and each other one alone.
 
     The last ones together are added, unless they set the same option.

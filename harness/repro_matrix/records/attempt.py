@@ -1,8 +1,7 @@
-"""The types of what one attempt left: how it was launched, how each rank ended, and each rank's own
-record. Pure.
+"""Define the types of an attempt: its launch, the end of each rank, and the ranks' records.
 
-Records are written by repros/repro_kit/record.py, observations by launch/observe.py
-(docs/concepts/evidence.md). Keys that are not named here are kept. The graders check the values in
+Pure. Records are written by repros/repro_kit/record.py, observations by launch/observe.py
+(docs/concepts/evidence.md). Keys that are not listed here are kept. The graders check the values in
 a record (a NaN, a contradiction).
 """
 
@@ -48,8 +47,11 @@ open_ended = with_config(ConfigDict(extra="ignore", strict=True))
 
 
 class Frame(TypedDict):
-    """``code_location``: the module that the code is (repro_kit/code_location.py); a frame from a
-    log has none."""
+    """Store one frame of a traceback.
+
+    ``code_location``: the module of the code (repro_kit/code_location.py). A frame from a log has
+    none.
+    """
 
     file: str
     line: int | None
@@ -75,7 +77,7 @@ class Exception_(TypedDict):
 
 
 class Check(TypedDict):
-    """What one check compared; grading/checks.py evaluates it."""
+    """Store the values that one check compared; grading/checks.py evaluates it."""
 
     name: str
     passed: bool
@@ -87,7 +89,7 @@ class Check(TypedDict):
 
 
 class Effect(TypedDict):
-    """What a rank measured of an option that its variant names; grading/effect.py evaluates it."""
+    """Store a rank's measurement of an option of its variant; grading/effect.py evaluates it."""
 
     what: str
     actual: NotRequired[Any]
@@ -99,8 +101,10 @@ class Effect(TypedDict):
 
 
 class Warning_(TypedDict):
-    """``code_location``: of the caller of warnings.warn; ``file`` is the one that the warning
-    blames."""
+    """Store one warning.
+
+    ``code_location``: of the caller of warnings.warn; ``file`` is the one that the warning blames.
+    """
 
     category: str
     message: str
@@ -145,7 +149,10 @@ class Collective(TypedDict):
 
 
 class Collectives(TypedDict):
-    """What a rank's monitor reports (repros/repro_kit/rank_monitor.py); null: nothing was recorded."""
+    """Store the report of a rank's monitor (repros/repro_kit/rank_monitor.py).
+
+    Null: nothing was recorded.
+    """
 
     groups: dict[str, list[int]]
     collectives: list[Collective] | None
@@ -154,7 +161,7 @@ class Collectives(TypedDict):
 
 @open_ended
 class Record(TypedDict):
-    """What one rank wrote. ``packages``: name -> where it is installed."""
+    """Store the record that one rank wrote. ``packages``: name -> where it is installed."""
 
     rank: int
     world_size: NotRequired[int]
@@ -192,8 +199,10 @@ class Record(TypedDict):
 
 
 class SampleRecord(TypedDict):
-    """The state of a rank at one moment (launch/sampling.py); of an ended one only the first two
-    keys."""
+    """Store the state of a rank at one moment (launch/sampling.py).
+
+    An ended rank has only the first two keys.
+    """
 
     time_s: float
     ended: bool
@@ -208,8 +217,10 @@ class SampleRecord(TypedDict):
 
 
 class RankRecord(TypedDict):
-    """``record``: null where the rank wrote none; ``validation_error``: why what it wrote is no
-    record."""
+    """Store how one rank ended.
+
+    ``record``: null if the rank wrote none. ``validation_error``: why its file is not a record.
+    """
 
     rank: Count
     pid: NotRequired[int | None]
@@ -247,7 +258,7 @@ class StrategySettings(TypedDict, total=False):
 
 @open_ended
 class Settings(TypedDict, total=False):
-    """What a variant runs with (repros/repro_kit/settings.py)."""
+    """Store the settings of a variant (repros/repro_kit/settings.py)."""
 
     case: str
     variant: str
@@ -324,7 +335,7 @@ class LogLine(TypedDict):
 
 
 class Printed(TypedDict):
-    """What the logs of a user's script hold.
+    """Store the values found in the logs of a user's script.
 
     ``by_rank``: the last value of each rank; ``cut``: a log was too long.
     """

@@ -1,9 +1,9 @@
-"""A cell's document: its types, the name under which it is stored, its validation and its JSON
-Schema. Pure.
+"""Define a cell's document: its types, name, validation and JSON Schema.
 
-The values that travel are plain JSON: these are ``TypedDict``s, so that mypy checks the keys and
-nothing is converted. What comes from outside is validated once: stored documents where they are
-read, a rank's record where it arrives.
+Pure. Documents are plain JSON. Their types are ``TypedDict``s, so that mypy checks the keys and
+nothing is converted. External data is validated once: stored documents when they are read, a rank's
+record when it arrives.
+
 ``python -m repro_matrix.records.document`` (``make schema``) writes
 results/schema/cell-v1.schema.json.
 """
@@ -102,7 +102,7 @@ class ProbedDevice(TypedDict):
 
 
 class Probe(TypedDict):
-    """What the stack's torch reported of these GPUs before anything was launched; only on GPUs."""
+    """Store the report of the stack's torch about these GPUs, made before any launch."""
 
     torch: str | None
     cuda: str | None
@@ -115,7 +115,7 @@ class Probe(TypedDict):
 
 
 class Around(TypedDict):
-    """What else of the machine an answer can depend on.
+    """Store other properties of the machine that an answer can depend on.
 
     ``shm_mb``: the size of shared memory (null: there is none). ``ptrace``: whether py-spy can look
     into hung ranks.
@@ -146,8 +146,7 @@ class HardwareRecord(Around):
 
 
 def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False) -> str:
-    """Return what evidence is kept under: "cpu", or the compute capability such as "sm_80",
-    "sm_90-shared".
+    """Return the kind under which evidence is stored: "cpu", "sm_80", "sm_90-shared" ...
 
     A profile is a place: two of them may have the same GPUs, and one may have others next year.
     "cuda": unknown, or of several kinds. The number of ranks belongs to the cell.
@@ -159,8 +158,10 @@ def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False
 
 
 def kind_of(hardware: HardwareRecord) -> str:
-    """Return the kind of hardware of a document: what all its ranks reported alike, else what was
-    probed."""
+    """Return the kind of hardware of a document.
+
+    It is the one that all its ranks reported, or else the one that was probed.
+    """
     capabilities, devices = (
         hardware.get("capabilities", {}),
         hardware.get("probe", {}).get("devices", ()),
@@ -184,8 +185,10 @@ class Provenance(TypedDict):
 
 @closed
 class CellRecord(TypedDict):
-    """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every
-    attempt of every variant with its outcome, and the verdicts.
+    """Store one cell (case x model x strategy x flags x stack x hardware).
+
+    A document has the place of measurement, every attempt of every variant with its outcome, and
+    the verdicts.
 
     ``params``: the cell's axes as an expectation names them, model/strategy[/flag=value...].
     ``simulated``: why this is
@@ -229,8 +232,10 @@ _LINE = re.compile(r"(?P<file>.+\.jsonl\.zst):(?P<line>[0-9]+)")
 
 
 class DocumentPath(NamedTuple):
-    """Where a document is stored: a file of its own, or a line of a stack's file
-    (``.../<stack>.jsonl.zst:<line>``)."""
+    """Locate a stored document: a file of its own, or a line of a stack's file.
+
+    A line is written as ``.../<stack>.jsonl.zst:<line>``.
+    """
 
     file: str
     line: int | None = None  # from 1; None: the whole file is the document

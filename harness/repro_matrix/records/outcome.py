@@ -1,7 +1,6 @@
-"""The types of what was graded: an attempt's outcome, a failure's id, and a variant's verdict over
-its attempts. Pure.
+"""Define the types of grading: an attempt's outcome, a failure's id, a variant's verdict.
 
-Documents hold them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists instead of
+Pure. Documents store them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists instead of
 tuples.
 """
 
@@ -128,8 +127,10 @@ _REMOTE_CODE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)
 @_stored
 @dataclass(frozen=True, order=True)
 class FailureId(_Json):
-    """What identifies a failure: a signature; an exception (or signal, exit code) and its location;
-    a failed check."""
+    """Identify a failure.
+
+    By a signature, by an exception (or signal, exit code) and its location, or by a failed check.
+    """
 
     case: str | None = None
     signature: str | None = None

@@ -105,7 +105,7 @@ class Headline(ResultCounts):
         )
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
 
-    # What was measured
+    # The measurements
 
     @property
     def measured(self) -> str:

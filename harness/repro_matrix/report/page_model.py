@@ -27,7 +27,7 @@ MOST_ERRORS = 40  # of a case
 MESSAGE = 600  # characters of a message that a summary keeps
 # Verdicts that say nothing of what helps.
 ABSENT = ("skipped", "INCONCLUSIVE", "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")
-# What a variant's verdict says of the failure under the variant's strategy.
+# Verdict -> the state of the failure under the variant's strategy.
 SHOWN = {
     "FIXED": "absent",
     "NOT_REPRODUCED": "absent",

@@ -182,7 +182,7 @@ def documents_in(file: str) -> list[Stored]:
     try:
         return [
             Stored(f"{file}:{n}", line_key(line).partition("/")[0])
-            for n, line in enumerate(read_lines(file), 1)
+            for n, line in enumerate(read_document_lines(file), 1)
         ]
     except ValueError:
         return [Stored(file, "")]
@@ -200,7 +200,7 @@ def document_at(path: str) -> Document:
     at = DocumentPath.parse(path)
     if not at.file.endswith(LINES):
         return document_of(Path(path).read_text(encoding="utf-8"))
-    lines = read_lines(at.file)
+    lines = read_document_lines(at.file)
     return document_of(lines[(at.line or 1) - 1])
 
 
@@ -235,7 +235,7 @@ def cannot_write(error: OSError, path: Path) -> ResultsError:
 _KEY = re.compile(rb'\{"cell_id": ?"([^"\\]+)"')
 
 
-def read_lines(path: str) -> tuple[bytes, ...]:
+def read_document_lines(path: str) -> tuple[bytes, ...]:
     """Return a file's lines, without the empty end.
 
     Raises OSError, and ValueError for one that is truncated or damaged.
@@ -288,7 +288,7 @@ def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterabl
 
 def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
     try:
-        stored = read_lines(str(path)) if path.exists() else ()
+        stored = read_document_lines(str(path)) if path.exists() else ()
     except ValueError as error:
         raise ResultsError(f"{path}: damaged: {error}. Restore it from git first.") from None
     lines: dict[str, bytes | None] = {**{line_key(line): line for line in stored}, **changes}
@@ -345,7 +345,7 @@ def portable(document: Mapping[str, Any]) -> Any:
     return json.loads(text)
 
 
-# Where a result comes from: the commit, the version and the command
+# The origin of a result: the commit, the version and the command
 
 
 def harness_version() -> str:

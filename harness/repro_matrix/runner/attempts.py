@@ -124,8 +124,7 @@ def recipe(
     trace = (
         {} if options is None else tracing.variables(run_dir / tracing.TRACES / identity, options)
     )
-    # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py);
-    # later ones win.
+    # Variables of the ranks beyond the inherited ones; later ones win.
     env = {
         **(stack.environment({}) if stack else {}),
         **case.launch.env,

@@ -15,7 +15,7 @@ from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.git import run_git
 
-# Where a package's folder may lie in its repository.
+# Possible folders of a package in its repository.
 _LAYOUTS = ("src/{}", "{}", "python/{}", "lib/{}")
 _TAGS = ("v{0}", "{0}", "release-{0}", "release/{0}", "{1}-{0}", "{1}-v{0}", "{1}/v{0}")
 

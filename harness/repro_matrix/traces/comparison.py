@@ -27,9 +27,9 @@ from repro_matrix.traces.settings import different_setting
 LATE = ("rgrad", "clip", "ograd", "param", "buffer after")
 OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
-# What rounding never does to a forward pass in the first step; in low precision.
+# A difference in the first forward pass that rounding never causes; in low precision.
 ANOTHER_RUN = (0.02, 0.5)
-# What is left of a difference in the output of a module that computes the same in another way
+# The rest of a difference in the output of a module that computes the same in another way.
 ABSORBED = 0.01
 MORE_THAN_CLIPPING = 4  # times the clipping's difference: that of a gradient that was changed
 # Stages that can be compared although the data differ.

@@ -310,7 +310,7 @@ class Pair:
                 if not changes.any() and not values.any():
                     return  # no update
                 norms = np.linalg.norm(changes, axis=1) / np.sqrt(changes.shape[1])
-                # Where a step changes little, the rounding of the value itself is larger than the
+                # If a step changes little, the rounding of the value itself is larger than the
                 # change.
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))
                 rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
@@ -372,7 +372,7 @@ class Pair:
         if self.weights:
             scales, rests, owners = zip(*self.weights.values())
             weights = np.array(scales)[:, None] / self.expected_weight
-            # Where the direction changed too, the gradient differs and not its weight.
+            # If the direction changed too, the gradient differs and not its weight.
             weights[np.abs(weights[:, 0] - 1) < 10 * np.array(rests)] = 1.0
             ones = Rows([], [], np.ones_like(weights), np.ones(len(weights)))
             self.add("loss weight", Key("loss", "loss"), ones, OtherRows(weights, owners))

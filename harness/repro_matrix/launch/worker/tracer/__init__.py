@@ -41,7 +41,7 @@ def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) ->
     hooks.tracer = Tracer(
         path, start, noise, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3
     )
-    hooks.install()
+    hooks.set_hooks()
 
 
 def close(reason: str) -> None:

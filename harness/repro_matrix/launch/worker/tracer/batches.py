@@ -43,7 +43,7 @@ def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
 
 
 @dataclasses.dataclass
-class Batch:
+class RootBatch:
     """The samples of one root call.
 
     length: elements of a sample that models may merge with the first dimension.
@@ -57,8 +57,8 @@ class Batch:
     def of(
         args: Sequence[Any],
         kwargs: Dict[str, Any],
-        maker: Callable[[torch.Tensor], Optional[Batch]],
-    ) -> Batch:
+        maker: Callable[[torch.Tensor], Optional[RootBatch]],
+    ) -> RootBatch:
         """Find the samples of a call.
 
         They are known by input_ids if there are any, without what the mask hides. Features have the
@@ -79,7 +79,7 @@ class Batch:
             whole = [each for each in data.values() if not each.is_floating_point() and each.dim()]
             ids = next(iter([*whole, *(each for each in data.values() if each.dim() > 1)]), None)
         if ids is None or hasattr(ids, "placements"):
-            return Batch()
+            return RootBatch()
         mask, labels = pick(found, "attention_mask"), pick(found, "labels", "label")
         source = maker(ids) if ids.is_floating_point() else None
         ids = ids.detach().cpu()
@@ -93,7 +93,7 @@ class Batch:
         marks: List[int] = []
         if labels is not None and labels.dim() and labels.shape[0] == len(samples):
             marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
-        return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
+        return RootBatch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
     def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
         """Return a sketch per sample and the line's fields.

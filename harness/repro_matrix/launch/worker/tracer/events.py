@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import layout
-from .batches import Batch, floating
+from .batches import RootBatch, floating
 from .ending import leave, source_files
 from .sketch import Noise, aside, crc
 from .writer import Writer
@@ -98,12 +98,12 @@ class Tracer:
         self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}
         # Outputs of this step's root calls, and of the one before: a generator's serve its own
         # optimizer's step, too.
-        self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}
+        self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, RootBatch]] = {}
         self.earlier = self.made
         self.sources: Set[int] = set()  # roots that got samples which no model made
-        self._begin_batch(Batch())
+        self._begin_batch(RootBatch())
 
-    def _begin_batch(self, batch: Batch) -> None:
+    def _begin_batch(self, batch: RootBatch) -> None:
         self.batch = batch
         self.calls: Dict[str, int] = {}
         self.recalls: Dict[str, int] = {}
@@ -195,14 +195,14 @@ class Tracer:
                     f" {QUIET_CALLS}"
                 )
             self.recording = False
-        batch = Batch.of(args, kwargs, functools.partial(self._maker, root))
+        batch = RootBatch.of(args, kwargs, functools.partial(self._maker, root))
         self.root, self.grad = root, grad
         self._begin_batch(batch)
         self.add("batch", root=root, grad=grad, samples=batch.samples, labels=batch.labels)
         self.add("random", v=random_state())
         return True
 
-    def _maker(self, root: int, features: torch.Tensor) -> Optional[Batch]:
+    def _maker(self, root: int, features: torch.Tensor) -> Optional[RootBatch]:
         """Return the batch of the call in which a model made the features of this root, or None.
 
         They are its output, or autograd knows that they were computed. Without gradients nothing
@@ -383,7 +383,13 @@ class Tracer:
 
     @guarded
     def on_gradient(
-        self, name: str, call: int, number: int, micro: int, batch: Batch, gradient: torch.Tensor
+        self,
+        name: str,
+        call: int,
+        number: int,
+        micro: int,
+        batch: RootBatch,
+        gradient: torch.Tensor,
     ) -> None:
         self.backward_micro = max(self.backward_micro, micro)
         if self.recording:

@@ -29,7 +29,7 @@ def patch(owner: Any, attribute: str, wrap: Callable[[Any], Callable]) -> None:
         setattr(owner, attribute, functools.wraps(original)(wrap(original)))
 
 
-def install() -> None:
+def set_hooks() -> None:
     """Set the hooks once; torch has been imported."""
     if patched:
         return
