@@ -1,7 +1,7 @@
 """Define the types of grading: an attempt's outcome, a failure's id, a variant's verdict.
 
-Pure. Documents store them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists instead of
-tuples.
+Pure. Documents store them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists
+instead of tuples.
 """
 
 from __future__ import annotations
