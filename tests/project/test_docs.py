@@ -207,3 +207,19 @@ def test_site_loads_nothing_from_another_host(site: Path) -> None:
     assert not re.findall(
         r"<(?:script|img|link)[^>]+(?:src|href)=\"https?://[^\"]+\.(?:js|css|png|woff2?)", text
     )
+
+
+def test_architecture_lists_every_module() -> None:
+    text = TEXTS["docs/contributing/architecture.md"]
+    package = ROOT / "harness" / "repro_matrix"
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text, re.M))
+    for name in (each.name for each in package.iterdir() if (each / "__init__.py").exists()):
+        modules = {each.stem for each in (package / name).glob("[a-z]*.py")}
+        listed = set(re.findall(r"`(\w+)`", rows[name].partition("; `stacks/`")[0]))
+        assert listed == modules or name == "cli", name
+    files = re.findall(r"`([\w/]+\.(?:py|yaml))", text)
+    assert len(files) > 30
+    for file in files:
+        assert any((root / file).exists() for root in (package, ROOT, ROOT / "repros/repro_kit")), (
+            file
+        )
