@@ -181,11 +181,10 @@ def _expected_here(
         )
     known = basis(case, plan.cell.where, name, versions, plan.profile.kind)
     if known is None:
-        return "PASSED" * (case.kind == "control"), []
-    near = [
-        each + " on a CPU" * known.on_cpu
-        for each in known.releases or ["these releases"] * known.on_cpu
-    ]
+        return ("PASSED" if case.kind == "control" else ""), []
+    near = list(known.releases)
+    if known.on_cpu:
+        near = [f"{each} on a CPU" for each in near or ["these releases"]]
     verdict = known.verdicts[0] if len(set(known.verdicts)) == 1 else ""
     return (
         "FIXED_UPSTREAM"

@@ -185,11 +185,10 @@ def failure_note(verdict: Verdict, known: Basis | None) -> str:
         return ""
     sides = [f"{name} with {release}" for name, release in zip(known.verdicts, known.releases)]
     how = "predicted from" if known.beyond else "nearest measured releases:"
-    notes = (
-        [f"{how} {list_some(list(dict.fromkeys(sides)))}{', on a CPU' * known.on_cpu}"]
-        if sides
-        else []
-    )
+    notes = []
+    if sides:
+        where = ", on a CPU" if known.on_cpu else ""
+        notes.append(f"{how} {list_some(list(dict.fromkeys(sides)))}{where}")
     differing = [entry for entry in known.entries if not _agrees(verdict, entry)]
     for entry in (differing or known.entries)[:1] if verdict.name in FAILING else ():
         (listed,) = map(entry.failure_ids_of, entry.verdicts)
