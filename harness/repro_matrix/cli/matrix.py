@@ -96,7 +96,7 @@ def _report(
     page: bool,
 ) -> int:
     """Compare the results with what is expected, print them and return the exit code."""
-    from repro_matrix.report.render import write_run_page  # imports Jinja
+    from repro_matrix.report.page import write_run_page  # imports Jinja
 
     today = datetime.now(timezone.utc).date()
     cases, folder = prepared.catalogue.cases, results_folder(prepared.settings)

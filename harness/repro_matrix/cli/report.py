@@ -53,6 +53,7 @@ from repro_matrix.results import runs
     "--site", metavar="DIR", help="write a static site: an index, and a page for each case"
 )
 def main(args: options.Arguments) -> int:
+    write = find_format(args.format)
     gc.freeze()
     gc.disable()  # many small objects that all live to the end: collections double the time
     results_root = project.current().results
@@ -79,7 +80,7 @@ def main(args: options.Arguments) -> int:
         return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    text = find_format(args.format)(replace(found, target=target))
+    text = write(replace(found, target=target))
     if target is None:
         sys.stdout.write(text)
     else:
