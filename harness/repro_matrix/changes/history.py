@@ -84,9 +84,19 @@ _OMITTED: dict[str, Any] = {
     "evidence": "",
 }
 
+_OMITTED_OF_ATTEMPT: dict[str, Any] = {
+    "reason": "",
+    "metrics": {},
+    "wall_s": 0.0,
+    "cpu_s": None,
+    "peak_rss_mb": None,
+    "peak_gpu_mb": None,
+    "launcher": "",
+}
+
 
 def _compact(row: Row) -> Row:
-    attempts = tuple(replace(each, reason="", metrics={}) for each in row.attempts)
+    attempts = tuple(replace(each, **_OMITTED_OF_ATTEMPT) for each in row.attempts)
     return replace(row, attempts=attempts, stack=replace(row.stack, versions={}), **_OMITTED)
 
 
@@ -134,7 +144,7 @@ def load_history(folder: Path) -> list[NightlyRun]:
 def store_run(folder: Path, run: NightlyRun) -> None:
     """Add a run to the history, or replace the one of the same id. Raises OSError."""
     path = folder / FILE
-    text = _ADAPTER.dump_json(run).decode()
+    text = _ADAPTER.dump_json(run, exclude_defaults=True).decode()
     same_id = text[: text.index(',"rows":')]
     content = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = list(filter(None, content.split("\n")))

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -85,16 +85,16 @@ class AttemptView:
     """
 
     outcome: OutcomeName
-    reason: str
-    failures: tuple[str, ...]
-    finished: bool
-    retry: bool
-    wall_s: float
-    cpu_s: float | None
-    peak_rss_mb: float | None
-    peak_gpu_mb: float | None
-    launcher: str
-    metrics: Mapping[str, float]
+    reason: str = ""
+    failures: tuple[str, ...] = ()
+    finished: bool = True
+    retry: bool = False
+    wall_s: float = 0.0
+    cpu_s: float | None = None
+    peak_rss_mb: float | None = None
+    peak_gpu_mb: float | None = None
+    launcher: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
     blocking: bool = False
     outcome_without_warning: str | None = None
 
