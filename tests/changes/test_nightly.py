@@ -329,8 +329,10 @@ def test_find_missing_is_excused_by_the_run_itself(run: Run, excuse: str) -> Non
     assert missing(A, run) == [("c/n", "unfixed", excuse)]
 
 
-def test_find_missing_a_variant_that_the_run_left_out_is_a_note() -> None:
-    assert missing([A[0], *B]) == [("c/m", "fix", "not requested")]
+def test_find_missing_a_variant_without_a_result_needs_a_reason() -> None:
+    assert missing([A[0], *B]) == [("c/m", "fix", "")], "its document lost it"
+    selected = replace(ALL, texts=("variants=unfixed",))
+    assert missing([A[0], *B], selected) == [("c/m", "fix", "not requested")]
     assert missing([A[0], *B], run_of()) == [("c/m", "fix", "")]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Any
 
+from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.grading.expected import settings_difference
 from repro_matrix.results.rows import Row
@@ -82,7 +83,7 @@ class Diff:
         for change in self.changes:
             cell, stack, hardware = change.row.cell
             place = cell, there.get("stack", stack), there.get("hardware", hardware)
-            left_out = bool(change.variant) and change.after is None
+            left_out = change.variant if change.variant and change.after is None else ""
             reason = excuse_for(place, runs, left_out) if change.kind in LESS else ""
             excused[reason] += 1
             if not reason:
@@ -100,16 +101,21 @@ CellId = tuple[str, str, str]  # cell id, stack, hardware; "" if the comparison 
 Cells = dict[CellId, dict[str, Row]]  # each cell's variants
 
 
-def excuse_for(place: CellId, runs: Sequence[Run], left_out: bool) -> str:
+def excuse_for(place: CellId, runs: Sequence[Run], left_out: str = "") -> str:
     """Return why these runs need not have measured a variant of a cell; "" if they should have.
 
-    ``left_out``: the cell was measured without this variant: by the selection or the catalog. A
-    shard should have measured what its run planned, which only the other shards know.
+    ``left_out``: a variant without which the cell was measured. That needs a reason: the run
+    selected other variants, or the catalog has it no longer. A shard should have measured what its
+    run planned, which only the other shards know.
     """
     if any(" ".join(place[::-1]) in (run.left or ()) for run in runs):
         return "no time left"
     planned = [name.partition(" ")[2] for run in runs for name in run.planned]
     known = planned and not any(text.startswith("shard=") for run in runs for text in run.texts)
+    selects = any(text.lstrip("+").startswith("variants=") for run in runs for text in run.texts)
+    if left_out and not selects:
+        case = catalog.load().cases.get(place[0].partition("/")[0])
+        return "no longer in the catalog" if case and left_out not in case.variants else ""
     requested = not left_out and f"{place[1]} {place[0]}" in planned
     return "not requested" if known and not requested else ""
 

@@ -63,7 +63,7 @@ def find_missing(
     found = []
     for each in lost_results(tonight, passing, only_present=False):
         place = place_of(each.row)
-        left_out = place not in places and each.row.cell in cells
+        left_out = each.row.variant if place not in places and each.row.cell in cells else ""
         reason = excuse_for(each.row.cell, runs, left_out)
         if not reason or each.run_id == passing[-1].run_id:
             found.append(each._replace(excuse=reason))
