@@ -14,7 +14,7 @@ from repro_matrix.paths import ROOT
 
 FILES = sorted((ROOT / "harness").rglob("*.py"))
 NOUN_CLAUSE = re.compile(r"(What|Whether|Where)\b(?!.*\?)")
-SUBJECT = re.compile(r"[a-z][\w ./+-]*: [a-z`\"'*0-9_].*")
+SUBJECT = re.compile(r"[a-z][\w ,./+-]*: [a-z`\"'*0-9_].*")
 
 
 def texts(path: Path) -> list[tuple[int, str]]:
