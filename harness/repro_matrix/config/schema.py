@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from repro_matrix.config.expectations import Claim, Expectation
 from repro_matrix.config.vocabulary import (
+    Area,
     Capability,
     CollectiveKind,
     Held,
@@ -331,6 +332,7 @@ class Case(Strict):
     slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # the file's name, without .yaml
     title: str  # one line for tables
     kind: Literal["failure", "control"] = "failure"  # control: training that must work
+    area: Area | None = None  # the part of a training that goes wrong
     references: list[str] = []  # threads that report it: owner/repository#number
     summary: str = ""  # the cause, in one or two sentences
     simulated: str | None = None  # what is simulated; shown wherever the case is
@@ -369,6 +371,11 @@ class Case(Strict):
     claims: list[Claim] = []  # statements of threads, tested by stored results
     # never in the case's file: the catalogue reads it from results/expected
     expect: list[Expectation] = []
+
+    @property
+    def silent(self) -> bool:
+        """Return True if a failure shows itself in wrong numbers, without an error or a hang."""
+        return any(each.kind == "check" for each in self.signatures)
 
     @property
     def script_name(self) -> str:

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import filter as matching
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from repro_matrix.config.project import conf_folders
 from repro_matrix.config.settings import as_path, quoted
-from repro_matrix.config.vocabulary import Strict
+from repro_matrix.config.vocabulary import Area, Strict
 from repro_matrix.errors import ConfigError, describe_validation, unknown
 from repro_matrix.paths import CONF
 
@@ -31,6 +31,8 @@ class Selection:
     """
 
     case: list[str] = field(default_factory=lambda: ["*"])
+    area: list[str] | None = None
+    silent: bool | None = None  # True: silent failures only; False: no silent failure
     model: list[str] | None = None
     strategy: list[str] | None = None
     ranks: list[int] | None = None
@@ -97,6 +99,12 @@ def _add(selection: Selection, text: str, override: Any, values: list[Any]) -> N
     group, _, rest = key.partition(".")
     if key in GROUPS:
         _set_axis(selection, key, values, text)
+    elif key == "area":
+        selection.area = expand(key, map(str, values), get_args(Area), text)
+    elif key == "silent":
+        if values not in ([True], [False]):
+            raise ConfigError(f"override {text!r}: silent= takes true or false")
+        selection.silent = values[0]
     elif key == "ranks":
         selection.ranks = _rank_numbers(values, text)
         selection.given.add(key)

@@ -27,6 +27,10 @@ VerdictName = Literal[
 Role = Literal["unfixed", "fix", "non_fix", "probe"]
 Held = Literal["whole", "shard", "part"]
 CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
+# The part of a training that goes wrong.
+Area = Literal[
+    "loss", "data", "saving", "loading", "sharding", "device", "launch", "memory", "hang"
+]
 SignatureKind = Literal["exception", "log", "check", "hang", "signal"]
 # Capabilities of the machine that every rank records (repros/repro_kit/machine.py).
 Capability = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]

@@ -95,7 +95,7 @@ def enumerate_cells(
     strategy that a named case does not support, a flag that no selected case declares, or a value
     that a flag does not take.
     """
-    chosen = [expand("case", each.case, catalogue.cases, each.source) for each in selections]
+    chosen = [_cases_of(catalogue, each) for each in selections]
     everything = [catalogue.cases[name] for names in chosen for name in names]
     cells: dict[Cell, None] = {}
     for selection, names in zip(selections, chosen):
@@ -110,6 +110,17 @@ def enumerate_cells(
             "Name the case, without *, to try another model."
         )
     return list(cells)
+
+
+def _cases_of(catalogue: Catalogue, selection: Selection) -> list[str]:
+    cases = catalogue.cases
+    names = expand("case", selection.case, cases, selection.source)
+    return [
+        name
+        for name in names
+        if (not selection.area or cases[name].area in selection.area)
+        and selection.silent in (None, cases[name].silent)
+    ]
 
 
 def _cells_of(
