@@ -213,6 +213,7 @@ def test_check_of_finished_drafts_exits_0(
         assert code == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_check_when_interrupted_or_failing_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

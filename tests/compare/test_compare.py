@@ -390,13 +390,10 @@ def test_forked_runs_with_noise_equal_those_of_torchrun(
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "train.py",
-        pytest.param("other.py", marks=pytest.mark.slow),
-        pytest.param("first.py", marks=pytest.mark.slow),
-    ],
+    ["train.py", "other.py", "first.py"],
 )
 def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

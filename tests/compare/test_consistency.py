@@ -359,6 +359,7 @@ for step in range(3):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_real_script_contradicts_itself(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,23 @@ def test_everything_is_every_case_on_its_axes() -> None:
     assert len(cells()) == expected == len(set(cells()))
 
 
+def test_area_and_silent_select_cases_by_their_files() -> None:
+    everything = {cell.case for cell in cells()}
+    silent = {cell.case for cell in cells("silent=true")}
+    assert silent == {name for name in CASES if CATALOGUE.cases[name].silent} != set()
+    assert {cell.case for cell in cells("silent=false")} == everything - silent
+    areas = {CATALOGUE.cases[cell.case].area for cell in cells("area=saving,loading")}
+    assert areas == {"saving", "loading"}
+    assert {cell.case for cell in cells("area=loading", "silent=true")} < silent
+    for wrong in ("area=dta", "silent=maybe", "silent=true,false"):
+        with pytest.raises(ConfigError, match=wrong):
+            cells(wrong)
+
+
+def test_every_case_declares_its_area() -> None:
+    assert [name for name in CASES if not CATALOGUE.cases[name].area] == []
+
+
 @pytest.mark.parametrize("named", [True, False])
 @given(
     models=st.lists(st.sampled_from(sorted(CATALOGUE.models)), min_size=1, unique=True),

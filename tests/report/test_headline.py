@@ -36,6 +36,8 @@ from repro_matrix.report.terminal import label
 from repro_matrix.results.rows import Row, with_catalog
 from repro_matrix.runner.engine import RunTotals
 
+LOUD_AND_SILENT = ("ddp-ready-once", "ddp-module-bypass")
+
 
 def cell(outcome: str, verdicts: dict[str, str], roles: str = "fix", **changes: Any) -> list[Row]:
     """The rows of a cell whose unfixed variant has this outcome; every verdict is the expected
@@ -57,6 +59,15 @@ def control(verdict: str, case: str = "control", **changes: Any) -> list[Row]:
 
 def of(*cells: list[Row]) -> Headline:
     return headline([row for each in cells for row in each], {})
+
+
+def test_loud_and_silent_failures_are_counted_apart() -> None:
+    loud, silent = (cell("reproduced", {"a": "FIXED"}, case=name) for name in LOUD_AND_SILENT)
+    fixed = cell("passed", {"a": "FIXED_UPSTREAM"}, case="zero-load-undone")
+    head = headline([*loud, *silent, *fixed], catalog.load().cases)
+    assert head.reproducing(silent=False) == (1, 1) and head.reproducing(silent=True) == (1, 2)
+    first = head.answers["Known failures"][0].text
+    assert first.startswith("1 of 1 loud and 1 of 2 silent")
 
 
 def test_healthy_run() -> None:

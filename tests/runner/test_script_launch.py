@@ -369,7 +369,7 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
             "not checked: no process group was created",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "frozen",
             REPLICAS,
             "reproduced",
@@ -377,6 +377,7 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
                 "3 parameters (1 frozen) and 2 gradients of the last of 1 step compared on 2 ranks;"
                 " 2 parameters that no optimizer has stepped on were not compared; wrong: 0.base"
             ),
+            marks=pytest.mark.slow,
         ),
         pytest.param("frozen nan", FINITE, "reproduced", "wrong: 0.base", marks=pytest.mark.slow),
         pytest.param(
@@ -470,7 +471,7 @@ PADDED = (
 @pytest.mark.parametrize(
     ("how", "workers", "outcome", "text"),
     [
-        ("sampler", 2, "passed", PADDED),
+        pytest.param("sampler", 2, "passed", PADDED, marks=pytest.mark.slow),
         ("stream", 0, "reproduced", "wrong: epochs 0, 1: 16 samples shared by ranks 0, 1"),
         pytest.param("accelerate", 0, "passed", PADDED, marks=pytest.mark.slow),
         pytest.param("sampler", 0, "passed", PADDED, marks=pytest.mark.slow),

@@ -31,6 +31,8 @@ def main(args: options.Arguments) -> int:
         row = {
             "case": cell.case,
             "kind": case.kind,
+            "area": case.area,
+            "silent": case.silent,
             "title": case.title,
             "references": case.references,
             "model": cell.model,
@@ -53,18 +55,21 @@ def main(args: options.Arguments) -> int:
     table = []
     for name in dict.fromkeys(row["case"] for row in rows):
         members = [row for row in rows if row["case"] == name]
-        kind = "known failure" if members[0]["kind"] == "failure" else members[0]["kind"]
+        kind = members[0]["kind"]
+        if kind == "failure":
+            kind = "silent" if members[0]["silent"] else "loud"
         table.append(
             [
                 case_label(name, members[0]["simulated"]),
                 kind,
+                members[0]["area"] or "",
                 len(members),
                 len(members[0]["variants"]),
                 axes_of(members),
                 members[0]["title"],
             ]
         )
-    heads = ["case", "kind", "cells", "variants", "model / strategy", "title"]
+    heads = ["case", "kind", "area", "cells", "variants", "model / strategy", "title"]
     print_table("", heads, table, narrow=("model / strategy", "title"))
     total = f"{counted(len({row['case'] for row in rows}), 'case')}, {counted(len(rows), 'cell')}"
     print_wrapped("", f"{total}. Details of a case: repro show CASE. What runs here: repro doctor")

@@ -106,7 +106,7 @@ def enumerate_cells(
             )
     if not cells:
         raise ConfigError(
-            "the selection has no cell: no selected case lists that model and strategy. "
+            "the selection has no cell: no selected case has that area, model and strategy. "
             "Name the case, without *, to try another model."
         )
     return list(cells)

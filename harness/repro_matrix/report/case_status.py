@@ -53,6 +53,8 @@ class CaseStatus:
     failing: tuple[str, ...] = ()
     unmeasured: tuple[str, ...] = ()
     releases: Releases = field(default_factory=Releases)
+    silent: bool = False
+    area: str = ""
 
 
 def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
@@ -94,6 +96,8 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
         failing,
         unmeasured,
         releases,
+        bool(case and case.silent),
+        case.area or "" if case else "",
     )
 
 

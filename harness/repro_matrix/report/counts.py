@@ -17,6 +17,14 @@ from repro_matrix.report.case_status import (
 )
 from repro_matrix.results.rows import Row
 
+FAILURE_STATES: tuple[CaseState, ...] = (
+    "reproduces",
+    "fixed",
+    "absent",
+    "other_failure",
+    "unclear",
+)
+
 
 @dataclass(frozen=True)
 class ResultCounts:
@@ -44,7 +52,12 @@ class ResultCounts:
     @cached_property
     def failures(self) -> int:
         """Known failures with a result."""
-        return self.count("reproduces", "fixed", "absent", "other_failure", "unclear")
+        return self.count(*FAILURE_STATES)
+
+    def reproducing(self, silent: bool) -> tuple[int, int]:
+        """Count the silent or loud failures that reproduce, and all of them with a result."""
+        states = [each.state for each in self.cases if each.silent == silent]
+        return states.count("reproduces"), sum(state in FAILURE_STATES for state in states)
 
     @cached_property
     def kinds(self) -> Counter[Kind]:

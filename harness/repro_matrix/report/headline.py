@@ -186,8 +186,11 @@ class Headline(ResultCounts):
         if self.unselected:
             verb = f"measured {verb}"
         if self.failures:
-            text = f"{reproduce} of {self.failures} {verb}{self.as_nearest}."
-            yield Fact(text, "reproduces")
+            (silent, all_silent), (loud, all_loud) = map(self.reproducing, (True, False))
+            number = f"{reproduce} of {self.failures}"
+            if all_silent and all_loud:
+                number = f"{loud} of {all_loud} loud and {silent} of {all_silent} silent"
+            yield Fact(f"{number} {verb}{self.as_nearest}.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more not run.", "")
 
