@@ -28,6 +28,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/case.md": keys("A case file", "conf/case/SLUG.yaml", case_models()),
         "reference/axes.md": keys("Models, strategies, stacks and hardware", "conf/", axis_models()),
         "reference/settings.md": settings(),
+        "reference/failures.md": failures(),
     }.items():
         if short := files.get_file_from_path(path):
             files.remove(short)
@@ -148,6 +149,38 @@ def field_comments(source: str) -> dict[str, str]:
 
 def cell(text: Any) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def failures() -> str:
+    """Return a table of known failures: releases, fixes that work, and advice that does not help."""
+    from repro_matrix.baseline.claims import ledger
+    from repro_matrix.config import catalog
+    from repro_matrix.paths import BASELINE
+    from repro_matrix.report.load import load_results
+    from repro_matrix.results.summary import load_rows
+
+    cases = catalog.load().cases
+    refuted: dict[str, list[str]] = {}
+    for claim in ledger(cases.values(), load_rows(BASELINE)):
+        if claim.status == "refuted":
+            refuted.setdefault(claim.case, []).append(f"{claim.text} ({claim.source or 'no source'})")
+    found = {status.case: status for status in load_results([BASELINE]).headline.cases}
+    parts = ["# Known failures", "Generated from the published results. `repro show CASE` has the evidence of each line."]
+    for title, shown in (
+        ("Silent failures that reproduce", lambda status: status.silent and status.state == "reproduces"),
+        ("Loud failures that reproduce", lambda status: not status.silent and status.state == "reproduces"),
+        ("Failures that today's releases do not show", lambda status: status.state in ("fixed", "absent", "other_failure")),
+    ):
+        lines = [
+            f"| {cell(status.title)}<br>`{slug}` {', '.join(cases[slug].references[:2])} | {status.area} "
+            f"| {cell(status.releases.reproduces or status.detail)} | {cell(', '.join(status.fixes))} "
+            f"| {cell('<br>'.join(refuted.get(slug, [])))} |"
+            for slug, status in found.items()
+            if slug in cases and shown(status)
+        ]
+        table = "| failure | area | reproduces in | fixes that work | refuted advice |\n|---|---|---|---|---|\n"
+        parts.append(f"## {title}\n\n{table}" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def settings() -> str:
