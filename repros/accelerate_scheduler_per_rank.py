@@ -41,7 +41,8 @@ def body(run: Run) -> None:
         losses.append(loss.item())
     run.check("steps", actual=len(losses), expected=run.steps, tolerance=0)
     rate = optimizer.param_groups[0]["lr"]
-    run.check("learning_rate", actual=rate, expected=rates[run.steps], tolerance=1e-9, subject=f"after {run.steps} steps")
+    subject = f"after {run.steps} steps"
+    run.check("learning_rate", actual=rate, expected=rates[run.steps], tolerance=1e-9, subject=subject)
 
 
 if __name__ == "__main__":

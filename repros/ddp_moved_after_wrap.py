@@ -1,4 +1,4 @@
-"""Converting a module that DDP has wrapped detaches the gradient hooks: no gradient is reduced (pytorch/pytorch#104336)."""
+"""Converting a module that DDP has wrapped detaches DDP's hooks: it reduces no gradient (pytorch/pytorch#104336)."""
 
 from __future__ import annotations
 
