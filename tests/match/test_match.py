@@ -36,6 +36,7 @@ from repro_matrix.grading.tracebacks import Errors, Labels
 from repro_matrix.match.errors import memory_of
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import LogAnswer, recognize
+from repro_matrix.match.lines import MAX_LINE
 from repro_matrix.match.scan import Scanned, scan
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.results.store import Store
@@ -1213,6 +1214,18 @@ def test_match_of_megabytes_of_json_on_one_line_reads_its_strings(form: str, mat
     (found,) = json.loads(match(json.dumps(made[form]).encode(), "--json")[1])
     assert found["recognized"] == ["fsdp-uniform-dtype"] and not found["failures"][0]["mixed"]
     assert match(json.dumps(made[form]).partition("Traceback")[0].encode())[0] == 3
+
+
+@pytest.mark.parametrize("form", ["text", "zeros", "json"])
+def test_match_names_the_lines_that_it_cuts(form: str, match: Match) -> None:
+    begin, error = {"text": "x", "zeros": "\0", "json": "x"}[form], "torch.OutOfMemoryError: CUDA"
+    for length, cut in ((MAX_LINE - len(error), []), (MAX_LINE, [2])):
+        text = begin * (length - 1) + " " + error
+        lines = ["step 0", json.dumps({"log": text}) if form == "json" else text, "step 1"]
+        _, out, _ = match(lines)
+        assert ("65,536 characters are read of line 2" in " ".join(out.split())) == bool(cut)
+        (found,) = json.loads(match(lines, "--json")[1])
+        assert found["cut"] == cut
 
 
 def outcome(entry: dict[str, Any]) -> str:
