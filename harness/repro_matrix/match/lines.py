@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import sys
 import zlib
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ def _decoded(raw: Any, path: str) -> Iterator[str]:
         file = gzip.GzipFile(fileobj=file)
     head = file.peek(4096)
     if head.startswith(_UTF16):
-        raise LogError(f"{path}: the text is UTF-16. Convert it first: iconv -f UTF-16 -t UTF-8")
+        command = shlex.join(["iconv", "-f", "UTF-16", "-t", "UTF-8", path])
+        raise LogError(f"{path}: the text is UTF-16. Convert it first: {command} > converted.log")
     if b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
         raise LogError(f"{path}: the file is binary. Unpack it first.")
     text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=None)
