@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from repro_matrix.changes import agreement
+from repro_matrix.changes import agreement, sides
 from repro_matrix.changes import diff as diffs
 from repro_matrix.changes.diff import compare_rows as between
 from repro_matrix.cli import main as cli
@@ -329,3 +329,13 @@ def test_diff_command_unknown_names_are_usage_errors(
         diff(one, "torch2.2-tf4.3") == 2
         and "neither a folder nor a stack" in capsys.readouterr().err
     )
+
+
+def test_diff_command_checks_both_names_before_it_reads_the_first(
+    results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = write(results / "one", {"unfixed": FIRED})
+    monkeypatch.setattr(sides, "load_folder", lambda folder: pytest.fail(f"{folder} was read"))
+    for typo in (results / "oen", "torch2.2-tf4.3", f"{one},{results / 'oen'}"):
+        assert diff(one, typo) == 2
+        assert str(typo).rpartition(",")[2] in "".join(capsys.readouterr().err.split())

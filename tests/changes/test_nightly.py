@@ -595,7 +595,10 @@ def test_nightly_a_run_replaces_the_one_of_the_same_id(results: Path, night: Nig
     assert night("sun", {"unfixed": FIRED}, 0.5)[0] == 0
     for name, variants, started, code in (("mon", FIRED, 1.0, 0), ("tue", PASSED, 2.0, 1)):
         for again in ({"unfixed": variants}, None):
-            assert night(name, again, started, "--run-id", "nightly")[0] == code
+            stored = any(run_id == "nightly" for run_id, _ in codes(results))
+            found, text = night(name, again, started, "--run-id", "nightly")
+            assert found == code
+            assert ("its entry is replaced" in text) == stored
     assert codes(results) == [("sun", 0), ("nightly", 1)]
 
 

@@ -91,6 +91,10 @@ def test_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[st
         (("matrix", "model.config.hidden_size=1,2"), "sweep a group or a flag"),
         (("list", "model=qwen-7b", "model=qwen-14b"), "model= is given twice"),
         (("matrx",), "did you mean 'matrix'"),
+        (("compare", "ddp-ready-once"), "`repro run ddp-ready-once` measures it"),
+        (("compare", __file__, "ddp-ready-once"), "is a case, not a script"),
+        (("--verson",), "unknown option '--verson'; did you mean '--version'?"),
+        (("--version", "torch"), "--version takes no arguments"),
         (("diff", "/no/such/folder", "current"), "/no/such/folder: no such folder of results"),
         (
             ("accept", "--from", "/no/such/folder", "--reason", "x"),

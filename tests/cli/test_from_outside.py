@@ -1,4 +1,4 @@
-"""A strategy, a hardware profile and a launcher, each added by the files that the docs name."""
+"""A strategy, a hardware profile, a launcher and a check, each added by the files that the docs name."""
 
 from __future__ import annotations
 
@@ -34,6 +34,39 @@ LOG = """
 [rank0]:   File "/env/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 125, in forward
 [rank0]:     return F.linear(input, self.weight, self.bias)
 [rank0]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 4x2)
+"""
+CASE = """
+slug: lost-rank
+title: a sum leaves out a rank
+kind: failure
+pass_criteria: {kind: inference, checks: [every-rank-counts]}
+launch: {world_size: 2, deadline: 60, imports: [torch]}
+axes: {model: [our-head], strategy: [by-hand]}
+flags:
+  added: {default: none, choices: [none, half, whole], help: what the last rank adds}
+signatures:
+  - {name: lost, kind: check, check: every-rank-counts}
+variants:
+  unfixed: {help: nothing of the last rank}
+  half: {role: non_fix, flags: {added: half}, help: half of it}
+  whole: {role: fix, flags: {added: whole}, help: all of it}
+"""
+CHECK = """
+from repro_kit import Run, main
+
+import torch
+import torch.distributed as dist
+
+
+def body(run: Run) -> None:
+    share = {"none": 0.0, "half": 0.5, "whole": 1.0}[run.flags["added"]]
+    total = torch.full((1,), share if run.rank else 1.0, device=run.device)
+    dist.all_reduce(total)
+    run.check("every-rank-counts", actual=total.tolist(), expected=[2.0], tolerance=0.0)
+
+
+if __name__ == "__main__":
+    main(body)
 """
 PLUG_IN = """
 from repro_matrix.launch.torchrun import TorchrunLauncher
@@ -158,3 +191,25 @@ def test_run_with_launcher_and_strategy_from_outside(
     assert {each["observation"]["attempt"]["launcher"] for each in attempts} == {"ours"}
     shown = repro(FakeNvml([]), "report", str(results), "--format", "text").out
     assert "odd-batch" in shown and "drop-last" in shown
+
+
+@pytest.mark.ranks
+def test_check_from_outside_decides_in_a_run_and_is_in_the_report(
+    repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case and its own check are two files of a catalog; no file of the harness has them."""
+    team = Path(shutil.copytree(TEAM, tmp_path / "team"))
+    monkeypatch.chdir(team)
+    (team / "failures" / "case" / "lost-rank.yaml").write_text(CASE)
+    (team / "failures" / "scripts" / "lost_rank.py").write_text(CHECK)
+    words = ("case=lost-rank", "repeat=1", "hardware=cpu", f"results={tmp_path / 'results'}")
+    plan = json.loads(repro(FakeNvml([]), "matrix", *words, "--dry-run", "--json").out)
+    planned = {item["variant"]: item["skipped"] for item in plan}
+    assert planned == {"unfixed": None, "half": None, "whole": None}
+    done = repro(FakeNvml([]), "matrix", *words)
+    report = ("report", str(tmp_path / "results"), "--format")
+    rows = json.loads(repro(FakeNvml([]), *report, "json").out)["rows"]
+    found = {row["variant"]: row["verdict"] or row["outcome"] for row in rows}
+    assert found == {"unfixed": "reproduced", "half": "NOT_FIXED", "whole": "FIXED"}, done.err
+    page = repro(FakeNvml([]), *report, "html", "--output", "-").out
+    assert "failed: every-rank-counts [1.5]" in page and "passed: every-rank-counts" in page

@@ -36,6 +36,7 @@ from repro_matrix.grading.tracebacks import Errors, Labels
 from repro_matrix.match.errors import memory_of
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import LogAnswer, recognize
+from repro_matrix.match.lines import MAX_LINE
 from repro_matrix.match.scan import Scanned, scan
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.results.store import Store
@@ -1037,7 +1038,7 @@ def test_match_of_any_encoding_reads_it(
         (bytes(range(256)) * 40, "Unpack it first"),
         (gzip.compress(WELL)[:20], "Unpack what is left: gzip -dc"),
         (gzip.compress(WELL * 5000)[:-9], "Unpack what is left: gzip -dc"),
-        ("\n".join(UNIFORM).encode("utf-16"), "Convert it first: iconv"),
+        ("\n".join(UNIFORM).encode("utf-16"), "iconv -f UTF-16 -t UTF-8 {log} > "),
         (b'{"log": "' + b"a" * (17 << 20), "a record a line: jq -c"),
     ],
     ids=["binary", "cut gzip", "long cut gzip", "utf-16", "long JSON"],
@@ -1046,7 +1047,7 @@ def test_match_of_something_else_exits_2(
     content: bytes, message: str, match: Match, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = match(content)
-    assert code == 2 and message in err and "a.log" in err
+    assert code == 2 and message.format(log=tmp_path / "a.log") in err and "a.log" in err
     assert (
         cli.main(["match", str(tmp_path / "none.log")]) == 2
         and "No such file" in capsys.readouterr().err
@@ -1213,6 +1214,18 @@ def test_match_of_megabytes_of_json_on_one_line_reads_its_strings(form: str, mat
     (found,) = json.loads(match(json.dumps(made[form]).encode(), "--json")[1])
     assert found["recognized"] == ["fsdp-uniform-dtype"] and not found["failures"][0]["mixed"]
     assert match(json.dumps(made[form]).partition("Traceback")[0].encode())[0] == 3
+
+
+@pytest.mark.parametrize("form", ["text", "zeros", "json"])
+def test_match_names_the_lines_that_it_cuts(form: str, match: Match) -> None:
+    begin, error = {"text": "x", "zeros": "\0", "json": "x"}[form], "torch.OutOfMemoryError: CUDA"
+    for length, cut in ((MAX_LINE - len(error), []), (MAX_LINE, [2])):
+        text = begin * (length - 1) + " " + error
+        lines = ["step 0", json.dumps({"log": text}) if form == "json" else text, "step 1"]
+        _, out, _ = match(lines)
+        assert ("65,536 characters are read of line 2" in " ".join(out.split())) == bool(cut)
+        (found,) = json.loads(match(lines, "--json")[1])
+        assert found["cut"] == cut
 
 
 def outcome(entry: dict[str, Any]) -> str:

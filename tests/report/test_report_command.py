@@ -124,6 +124,25 @@ def test_report_of_a_run_that_measured_nothing_is_not_green(
     assert "Nothing was measured." in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_report_of_edited_versions_is_not_green(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every attempt then ran on other releases than its document says: none is evidence."""
+    path = next(folder.rglob("cell.json"))
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    for made in stored["variants"].values():
+        for rank in made["attempts"][0]["observation"]["ranks"]:
+            rank["record"]["versions"] = {"torch": "2.13.0"}
+    write_json(path, stored)
+    assert main(["report", str(folder)]) == 0
+    stored["stack"]["versions"]["torch"] = "2.1.0"
+    write_json(path, stored)
+    capsys.readouterr()
+    assert main(["report", str(folder), "--format", "text"]) == 3
+    text = " ".join(capsys.readouterr().err.split())
+    assert "rank 0 had torch 2.13.0, the stack 2.1.0" in text and "variant unfixed" in text
+
+
 def test_report_of_damaged_evidence_reports_the_rest_and_is_not_green(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

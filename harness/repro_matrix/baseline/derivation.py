@@ -288,12 +288,6 @@ def lacking(rows: Sequence[Row]) -> list[Row]:
     These have attempts without evidence, are of cells without an end or a comparison, or differ
     from a prediction. Unconfirmed results of GPUs count if they are more than half.
     """
-    # A failed build says nothing about the stack: another try, or a compiler, may succeed.
-    lost = [
-        row
-        for row in rows
-        if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete
-    ]
     on_gpus = [
         row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"
     ]
@@ -302,11 +296,21 @@ def lacking(rows: Sequence[Row]) -> list[Row]:
     ]
     differs = [row for row in rows if row.state in DIFFERS_FROM_PREDICTION]
     return (
-        lost
+        not_whole(rows)
         + uncompared_failures(rows)
         + differs
         + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
     )
+
+
+def not_whole(rows: Iterable[Row]) -> list[Row]:
+    """Return the variants with attempts without evidence, or of cells without an end."""
+    # A failed build says nothing about the stack: another try, or a compiler, may succeed.
+    return [
+        row
+        for row in rows
+        if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete
+    ]
 
 
 def is_unanswered(row: Row) -> bool:

@@ -119,7 +119,8 @@ def finish_night(night: Night, folder: Path) -> NightReport:
     with FileLock(str(folder / ".lock")):
         stored = history.load_history(folder)
         ids = [run.run_id for run in stored]
-        earlier = stored[: ids.index(night.run_id)] if night.run_id in ids else stored
+        replaced = night.run_id in ids
+        earlier = stored[: ids.index(night.run_id)] if replaced else stored
         tonight = history.make_run(night.run_id, night.side.rows, packages=night.side.packages)
         compared = _compare(night, tonight, earlier)
         findings = list(_judge(night, compared))
@@ -127,7 +128,11 @@ def finish_night(night: Night, folder: Path) -> NightReport:
         quarantined = tuple(sorted(compared.since.quarantined))
         history.store_run(folder, replace(tonight, exit_code=code, quarantined=quarantined))
         _store_locks(night, folder)
-    return _describe(night, compared, findings, code)
+    report = _describe(night, compared, findings, code)
+    if replaced:
+        text = f"The history had a run {night.run_id} already: its entry is replaced"
+        report = replace(report, notes=[*report.notes, text])
+    return report
 
 
 def _check(side: Side) -> None:

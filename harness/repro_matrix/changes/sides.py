@@ -81,35 +81,49 @@ def _in_folder(row: Row, folder: Path) -> Row:
     return replace(row, evidence=str(folder / row.evidence)) if row.evidence else row
 
 
-def load_side(name: str) -> Side:
-    """Load folders of results (``DIR,...``), else a stack of the baseline.
+def load_sides(names: Sequence[str]) -> list[Side]:
+    """Load folders of results (``DIR,...``), else a stack of the baseline, for each name.
 
-    Raises ResultsError: it is neither, or contains no result; MeasureError: none of its results can
-    be read.
+    A wrong name is found before any folder is read. Raises ResultsError: it is neither, or contains
+    no result; MeasureError: none of its results can be read.
     """
-    folders = runs.named_folders(name)
-    if any(folder.exists() for folder in folders):
-        side = join_sides(name, map(load_folder, folders))
-        if not side.rows:
-            error = MeasureError if side.unreadable else ResultsError
-            raise error(
-                f"{name}: contains no results" + "".join(f": {note}" for note in side.notes[:1])
-            )
-        return side
-    if os.sep in name or name.startswith(("~", ".")):
-        raise ResultsError(f"{name}: no such folder of results")
-    side, stacks = Side(name), set()
-    for folder in (folder for folder in project.published() if folder.is_dir()):
-        rows = load_rows(folder, notes=side.notes)
-        side.rows += [
-            _in_folder(row, folder) for row in rows if name in (row.stack.name, row.stack.label)
-        ]
-        stacks |= {row.stack.name for row in rows}
+    folders = {name: runs.named_folders(name) for name in names}
+    stacks = [name for name in names if not any(each.exists() for each in folders[name])]
+    for folder in (each for name in folders.keys() - stacks for each in folders[name]):
+        _check_folder(folder)
+    sides = _load_stacks(stacks) if stacks else {}
+    return [sides.get(name) or _load_folders(name, folders[name]) for name in names]
+
+
+def _load_folders(name: str, folders: Sequence[Path]) -> Side:
+    side = join_sides(name, map(load_folder, folders))
     if not side.rows:
-        raise ResultsError(
-            f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}"
+        error = MeasureError if side.unreadable else ResultsError
+        raise error(
+            f"{name}: contains no results" + "".join(f": {note}" for note in side.notes[:1])
         )
     return side
+
+
+def _load_stacks(names: Sequence[str]) -> dict[str, Side]:
+    """Load stacks of the baseline. Raise ResultsError for a name that is none of them."""
+    for name in names:
+        if os.sep in name or name.startswith(("~", ".")):
+            raise ResultsError(f"{name}: no such folder of results")
+    sides, stacks = {name: Side(name) for name in names}, set()
+    for folder in (folder for folder in project.published() if folder.is_dir()):
+        notes: list[str] = []
+        for row in load_rows(folder, notes=notes):
+            stacks.add(row.stack.name)
+            for name in sides.keys() & {row.stack.name, row.stack.label}:
+                sides[name].rows.append(_in_folder(row, folder))
+        sides[names[0]].notes += notes  # once, where both names are stacks
+    for name, side in sides.items():
+        if not side.rows:
+            raise ResultsError(
+                f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}"
+            )
+    return sides
 
 
 def join_sides(name: str, sides: Iterable[Side]) -> Side:
@@ -124,11 +138,15 @@ def join_sides(name: str, sides: Iterable[Side]) -> Side:
     return joined
 
 
+def _check_folder(root: Path) -> None:
+    if not root.is_dir():
+        raise ResultsError(f"{root}: no such folder of results")
+
+
 def load_folder(root: Path, name: str = "") -> Side:
     """Load the results in a folder. Raises ResultsError: there is none; OSError."""
     side = Side(name or str(root))
-    if not root.is_dir():
-        raise ResultsError(f"{root}: no such folder of results")
+    _check_folder(root)
     rows = load_rows(root, notes=side.unreadable)
     side.runs = [run for run in [runs.read_run(root)] if run]
     side.rows = [_in_folder(row, root) for row in rows]

@@ -16,7 +16,7 @@ import click
 
 from repro_matrix.changes import agreement
 from repro_matrix.changes import diff as diffs
-from repro_matrix.changes.sides import Side, load_side
+from repro_matrix.changes.sides import Side, load_sides
 from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
@@ -39,7 +39,7 @@ from repro_matrix.text import counted, log
 @options.flag("--all", "list every change")
 @options.json
 def main(args: options.Arguments) -> int:
-    one, other = (load_side(name).select(args.overrides) for name in (args.one, args.other))
+    one, other = (each.select(args.overrides) for each in load_sides((args.one, args.other)))
     print_notes([*one.notes, *other.notes])
     if not args.json:
         print_wrapped(*(diffs.describe_side(side.name, side.rows) for side in (one, other)))

@@ -53,6 +53,7 @@ GROUPS = {
     },
 }
 COMMANDS = {command: text for group in GROUPS.values() for command, text in group.items()}
+OPTIONS = ("--help", "--version")
 HELP = """Which known training failures reproduce here? repro COMMAND --help, repro --version
 {commands}
 Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect, 130 interrupted
@@ -108,7 +109,11 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     if command not in COMMANDS:
         what = "a command is missing"
-        if command:
+        if command in OPTIONS:
+            what = f"{command} takes no arguments"
+        elif command.startswith("-"):
+            what = f"unknown option {command!r}{nearest(command, OPTIONS)}"
+        elif command:
             what = f"unknown command {command!r}{nearest(command, COMMANDS)}"
         raise ConfigError(f"{what} (`repro --help` lists the commands)")
     try:

@@ -6,9 +6,11 @@ import copy
 import re
 import shlex
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix.cli.options import Arguments, one_stack
+from repro_matrix.config.catalog import load
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError
 from repro_matrix.runner import adhoc_case, script_failure
@@ -55,6 +57,11 @@ def _command_of(args: Arguments) -> adhoc_case.Command:
     if not args.case:
         what = "--module: a module's name" if args.module else "the script's name"
         raise ConfigError(f"{what} is missing. Write ./train.py, or --module my.train.")
+    if args.case in load().cases and not (args.module or Path(args.case).exists()):
+        raise ConfigError(
+            f"{args.case} is a case, not a script. `repro run {args.case}` measures it with all its"
+            " fixes; `repro compare` and `repro consistency` take a script, such as ./train.py."
+        )
     return adhoc_case.command_of_script(args.case, args.nproc or 2, args.script_args, args.module)
 
 

@@ -15,6 +15,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.tracebacks import Error
 from repro_matrix.match.errors import callers, memory_of, where
 from repro_matrix.match.known_failures import LogAnswer, LogFailure
+from repro_matrix.match.lines import MAX_LINE
 from repro_matrix.match.scan import Finding, Scanned
 from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 
@@ -59,6 +60,7 @@ def log_json(
         "versions_unclear": seen.versions.unclear,
     }
     found["unread"] = {str(line): problem for problem, line in seen.unread.items()}
+    found["cut"] = sorted(seen.cut)
     found["root_cause_rank"] = seen.summary.root
     advised = {name: advice(cases[name], versions) for name in answer.names}
     found["advice"] = {name: asdict(each) if each else None for name, each in advised.items()}
@@ -162,6 +164,7 @@ def _template() -> jinja2.Template:
         "callers": callers,
         "ends_of": _ends_of,
         "memory_of": memory_of,
+        "max_line": MAX_LINE,
         "most_failures": MOST_FAILURES,
         "most_variants": MOST_VARIANTS,
         "place": _place,

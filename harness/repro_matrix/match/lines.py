@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import sys
 import zlib
 from collections.abc import Iterator
@@ -34,6 +35,10 @@ _BROKEN = "a record of JSON is cut or spans several lines. Write one record a li
 _PACKED = "a traceback is on one line. Put each of its lines on a line of its own."
 
 
+class CutLine(str):
+    """Hold the beginning of a line that is longer than ``MAX_LINE``."""
+
+
 class LogError(ReproError):
     """Report a log that cannot be read."""
 
@@ -42,7 +47,7 @@ def read_lines(path: str) -> Iterator[str]:
     """Yield the lines of a log; ``-`` is the standard input.
 
     A carriage return alone (a progress bar) ends a line too. Of a long line only the beginning is
-    read. Raises LogError.
+    read, as a ``CutLine``. Raises LogError.
     """
     number = 0
     try:
@@ -65,18 +70,21 @@ def _decoded(raw: Any, path: str) -> Iterator[str]:
         file = gzip.GzipFile(fileobj=file)
     head = file.peek(4096)
     if head.startswith(_UTF16):
-        raise LogError(f"{path}: the text is UTF-16. Convert it first: iconv -f UTF-16 -t UTF-8")
+        command = shlex.join(["iconv", "-f", "UTF-16", "-t", "UTF-8", path])
+        raise LogError(f"{path}: the text is UTF-16. Convert it first: {command} > converted.log")
     if b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
         raise LogError(f"{path}: the file is binary. Unpack it first.")
     text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=None)
     begins = True
-    while part := text.readline(MAX_LINE):
+    while part := text.readline(MAX_LINE + 1):
         if begins and not part.endswith("\n") and _JSON.match(part):
             part += text.readline(MAX_RECORD)
             if len(part) > MAX_RECORD:
                 raise LogError(f"{path}: a line of JSON is too long. Write a record a line: jq -c")
+        elif len(part) > MAX_LINE and not part.endswith("\n"):
+            part = CutLine(part[:-1])
         if begins:
-            yield part.replace("\0", "")
+            yield type(part)(part.replace("\0", ""))
         begins = part.endswith("\n")
 
 
@@ -94,7 +102,9 @@ def unpack(raw: str) -> tuple[list[str], str]:
             record, end = _DECODER.raw_decode(raw, begin)
         except ValueError:
             return [*lines, raw[begin:]], _BROKEN if _ERROR.search(raw, begin) else ""
-        lines += [line[:MAX_LINE] for line in _texts(record)]
+        lines += [
+            CutLine(line[:MAX_LINE]) if len(line) > MAX_LINE else line for line in _texts(record)
+        ]
     if lines:
         lines.append(raw[end:])
     else:

@@ -23,7 +23,7 @@ from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.grading.tracebacks import HEADER, Error, Errors, Labels, Line
 from repro_matrix.match.collectives import Waits
 from repro_matrix.match.keywords import DIGITS, Asked, SignatureIndex
-from repro_matrix.match.lines import unpack
+from repro_matrix.match.lines import CutLine, unpack
 
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
@@ -294,6 +294,7 @@ class Scanned:
     progress: StepProgress = field(default_factory=StepProgress)
     waits: Waits = field(default_factory=Waits)
     unread: dict[str, int] = field(default_factory=dict)  # why -> the first line that is not read
+    cut: set[int] = field(default_factory=set)  # lines of which only the beginning is read
     world: int = 1  # the largest world size that a line names, outside of errors
 
     @property
@@ -324,6 +325,8 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
         texts, problem = unpack(raw)
         if problem:
             found.unread.setdefault(problem, number)
+        if any(isinstance(text, CutLine) for text in texts):
+            found.cut.add(number)
         for line in (labels.split(text, number) for text in texts):
             taken = errors.read(line) or errors.quoted
             if asked:
@@ -333,6 +336,8 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
         text = " \n".join([*map(str.rstrip, batch), ""]).encode("utf-8", "replace")
         shapes = text.translate(None, DIGITS).split(b"\n")
         found.progress.read(batch, shapes, found.lines + 1)
+        lines = enumerate(batch, found.lines + 1)
+        found.cut |= {number for number, line in lines if isinstance(line, CutLine)}
         errors.expire(found.lines)
         if len(answers) > SHAPES:
             answers.clear()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.claims import ClaimRow, ledger
+from repro_matrix.baseline.derivation import not_whole
 from repro_matrix.changes.history import NightlyRun, load_history
 from repro_matrix.changes.regressions import (
     Regressions,
@@ -225,9 +226,14 @@ def _missing_part(remarks: Remarks, rows: Sequence[Row]) -> str:
         first = one_line(remarks.damaged[0]).partition(". ")[0]
         count = counted(len(remarks.damaged), "file")
         return f"{count} of evidence missing or not readable, the first: {first}"
-    if remarks.incomplete or not all(row.complete for row in rows):
-        return "Less was measured than requested"
-    return ""
+    less = "Less was measured than requested"
+    if rest := not_whole(rows):
+        row, count = rest[0], counted(len(rest), "variant")
+        lost = (each.reason for each in row.attempts if each.outcome == "infra_error")
+        why = row.skipped or next(lost, row.reason) or "its cell was not finished"
+        first = f"{row.cell_id} variant {row.variant}: {one_line(why)}"
+        return f"{less}: {count} not measured completely, the first: {first}"
+    return less if remarks.incomplete else ""
 
 
 def _no_previous(folders: Sequence[Path], history: Path | None) -> str:

@@ -38,9 +38,8 @@ MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells")
 class Request:
     """A parsed command line.
 
-    ``words``: its overrides (key, text). ``selections``: one, or one for each block of a matrix.
-
-    ``selections``: one of the command line, or one for each block of a named matrix.
+    ``words``: its overrides (key, text). ``selections``: one of the command line, or one for each
+    block of a named matrix.
     """
 
     words: Sequence[tuple[str, str]]
@@ -212,72 +211,90 @@ def prepare(
     """Plan a selection. Every error in it is found here, before anything is launched or written.
 
     ``texts``: a command line's overrides, or what was parsed from them. ``given``: stacks that the
-    caller has already
-    resolved, by the name that the selection uses for them. ``probe``: ask the stacks' torch whether
-    it can use the GPUs also where nothing is built. ``as_locked``: plan a stack that a run would
-    build first as its lock describes it.
+    caller has already resolved, by the name that the selection uses for them. ``probe``: ask the
+    stacks' torch whether it can use the GPUs also where nothing is built. ``as_locked``: plan a
+    stack that a run would build first as its lock describes it.
     """
-    from repro_matrix.runner import prerequisites  # `repro list` launches nothing
+    from repro_matrix.runner import prerequisites  # psutil, which `repro list` must not load
 
     request = texts if isinstance(texts, Request) else make_request(texts)
-    catalogue, settings = request.catalogue, request.settings.model_copy()
-    machine = machine_module.detect()
+    session, cells = _place_cells(request)
+    session.stacks, session.as_locked = dict(given or {}), as_locked
+    for slug in sorted({cell.case for cell in cells}):
+        check_syntax(session.catalogue.script(session.catalogue.cases[slug]))
+    cells = _select_part(session, cells)
+    prerequisites.plan_cells(session, cells, build_stacks, build_stacks or probe)
+    _check_stacks(session, cells)
+    if build_stacks:
+        _check_torch(session)
+    return session
+
+
+def _place_cells(request: Request) -> tuple[Session, list[Cell]]:
+    """Return the session and its cells, each on one of the machine's profiles."""
+    catalogue, machine = request.catalogue, machine_module.detect()
     profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
     auto = request.hardware == ["auto"]
     cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto)
-    displaced, usual_gpus = set[Cell](), 0
-    if auto and machine.left_out:
-        whole = machine_module.settle_all(
-            ["auto"], catalogue.hardware, machine_module.with_every_gpu(machine)
-        )
-        usual_gpus = len(whole[0].gpus)
-        kinds = {
-            profile.name: (profile.accelerator, profile.shared) for profile in (*profiles, *whole)
-        }
-        usual, _ = matrix.place(catalogue, request.cells, whole, auto)
-        displaced = {
-            cell
-            for cell, other in zip(cells, usual)
-            if kinds[cell.hardware] != kinds[other.hardware]
-        }
-    for slug in sorted({cell.case for cell in cells}):
-        check_syntax(catalogue.script(catalogue.cases[slug]))
-    if (
-        settings.variants
-    ):  # of the whole selection: what is right for it is right for each of its shards
-        variants = {variant for cell in cells for variant in catalogue.cases[cell.case].variants}
-        settings.variants = overrides.expand("variant", settings.variants, variants)
-    shard = parse_shard(settings.shard)
-    if shard:
-        cells = select_shard(cells, shard, _published_seconds(catalogue, cells, settings))
-    time_limit = seconds_of("time_limit", settings.time_limit)
-    if time_limit is not None:
-        settings.order = "declared"
-        cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
         catalogue,
-        settings,
+        request.settings.model_copy(),
         profiles,
         machine,
-        dict(given or {}),
         left_out=list(request.left_out),
         elsewhere=elsewhere,
-        displaced=displaced,
-        usual_gpus=usual_gpus,
-        time_limit=time_limit,
-        as_locked=as_locked,
     )
-    prerequisites.plan_cells(session, cells, build_stacks, build_stacks or probe)
+    if auto and machine.left_out:
+        _note_displaced(session, request, cells)
+    return session, cells
+
+
+def _note_displaced(session: Session, request: Request, cells: Sequence[Cell]) -> None:
+    """Note the cells that would be on other hardware if no GPU was left out."""
+    every = machine_module.with_every_gpu(session.machine)
+    whole = machine_module.settle_all(["auto"], session.catalogue.hardware, every)
+    usual, _ = matrix.place(session.catalogue, request.cells, whole, True)
+    kinds = {
+        profile.name: (profile.accelerator, profile.shared)
+        for profile in (*session.profiles, *whole)
+    }
+    session.usual_gpus = len(whole[0].gpus)
+    session.displaced = {
+        cell for cell, other in zip(cells, usual) if kinds[cell.hardware] != kinds[other.hardware]
+    }
+
+
+def _select_part(session: Session, cells: list[Cell]) -> list[Cell]:
+    """Return the cells of this shard, in the order that the time limit needs."""
+    catalogue, settings = session.catalogue, session.settings
+    # Of the whole selection: what is right for it is right for each of its shards.
+    if settings.variants:
+        variants = {variant for cell in cells for variant in catalogue.cases[cell.case].variants}
+        settings.variants = overrides.expand("variant", settings.variants, variants)
+    if shard := parse_shard(settings.shard):
+        cells = select_shard(cells, shard, _published_seconds(catalogue, cells, settings))
+    session.time_limit = seconds_of("time_limit", settings.time_limit)
+    if session.time_limit is not None:
+        settings.order = "declared"
+        cells = oldest_first(cells, runs.measured_rows(settings))
+    return cells
+
+
+def _check_stacks(session: Session, cells: Sequence[Cell]) -> None:
+    """Raise MeasureError or ConfigError if no stack of the cells can be used."""
     names = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in session.unavailable for name in names):
         kind = MeasureError if names[0] in session.unusable else ConfigError
         why = session.unavailable[names[0]]
         raise kind(why if why.startswith("stack") else f"stack={names[0]}: {why}")
-    skips = [plan.variants[0].skip for plan in session.plans] if build_stacks else []
+
+
+def _check_torch(session: Session) -> None:
+    """Raise MeasureError if every cell is skipped, one of them because torch is missing."""
+    skips = [plan.variants[0].skip for plan in session.plans]
     torchless = next((skip for skip in skips if skip and skip.needs == (TORCH,)), None)
     if torchless and all(skips):
         raise MeasureError(torchless.reason)
-    return session
 
 
 def _published_seconds(
