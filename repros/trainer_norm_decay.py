@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
+from repro_kit.instrumentation import watch
 from repro_kit.models import batch, build
 
 import torch
@@ -40,7 +41,7 @@ def body(run: Run) -> None:
         others = [parameter for parameter in model.parameters() if id(parameter) not in held]
         groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
         more = {"optimizers": (torch.optim.AdamW(groups, lr=0.0), None)}
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, **more)  # <- its groups decide what decays
+    trainer = Trainer(model=watch(run, model), args=arguments, train_dataset=rows, **more)  # <- its groups decide what decays
     trained = trainer.train()
     run.check("steps", actual=trained.global_step, expected=run.steps, tolerance=0)
     names = decayed(trainer.optimizer, model)
