@@ -10,7 +10,7 @@ from typing import Any
 from repro_kit import Run, main
 from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import watch
-from repro_kit.models import build, config_of
+from repro_kit.models import build
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -28,7 +28,7 @@ def samples(run: Run) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(run.seed)
     made = []
     for _ in range(EVALUATED if run.flags.get("evaluate") else SAMPLES * run.world_size):
-        ids = torch.randint(0, config_of(run).vocab_size, (LENGTH,), generator=generator)
+        ids = torch.randint(0, run.model["config"]["vocab_size"], (LENGTH,), generator=generator)
         prompt = int(torch.randint(1, LENGTH, (1,), generator=generator)) if run.flags["masks"] == "random" else 8
         labels = ids.where(torch.arange(LENGTH) >= prompt, torch.tensor(-100))
         made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
