@@ -41,7 +41,7 @@ def body(run: Run) -> None:
         others = [parameter for parameter in model.parameters() if id(parameter) not in held]
         groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
         more = {"optimizers": (torch.optim.AdamW(groups, lr=0.0), None)}
-    trainer = Trainer(model=watch(run, model), args=arguments, train_dataset=rows, **more)  # <- its groups decide what decays
+    trainer = Trainer(model=watch(run, model), args=arguments, train_dataset=rows, **more)  # <- its groups
     trained = trainer.train()
     run.check("steps", actual=trained.global_step, expected=run.steps, tolerance=0)
     names = decayed(trainer.optimizer, model)
