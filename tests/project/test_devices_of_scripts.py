@@ -29,6 +29,8 @@ ON_GPUS = sorted(
     slug for slug, case in CASES.items() if case.accelerator != "cpu" and slug not in OTHER_DEVICES
 )
 GROUPS = (
+    "a",
+    "clip",
     "colossalai",
     "d",
     "fsdp-g",
@@ -37,11 +39,14 @@ GROUPS = (
     "fsdp-s",
     "fsdp-t",
     "fsdp-u",
+    "fsdp1",
     "fsdp2",
     "l",
     "o",
+    "p",
     "q",
     "tp",
+    "trainer",
     "z",
 )
 
