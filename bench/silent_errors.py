@@ -19,6 +19,7 @@ import re
 import shlex
 import subprocess
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def trace(chosen: dict[str, Json], folder: Path, noise: int) -> None:
                 }
                 job.update(ranks=values.get("nproc", 1), trace=str(folder / run))
                 jobs[values.get("stack", "current")].append(job)
+    run(jobs, folder)
+
+
+def run(jobs: Mapping[str, list[Json]], folder: Path) -> None:
+    """Run the jobs of each stack, forked from one process (traced_runs.py)."""
     for stack, its_jobs in jobs.items():
         found = stacks.resolve(stack)
         text = "".join(json.dumps(job) + "\n" for job in its_jobs)

@@ -1,7 +1,8 @@
 """Run traced trainings in processes forked from one that has imported the packages: jobs as JSON
 lines on stdin.
 
-Runs inside a stack. A job: {"name", "script", "args", "ranks", "env", "trace"}.
+Runs inside a stack. A job: {"name", "script", "args", "ranks", "env", "trace"}. A script of repros/
+starts its trace by itself, because it trains a reference first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def run(job: dict, rank: int, port: int) -> None:
         WORLD_SIZE=str(job["ranks"]),
         LOCAL_WORLD_SIZE=str(job["ranks"]),
         REPRO_TRACE=job["trace"],
+        REPRO_WORKER=str(WORKERS),
         **job["env"],
     )
     sys.path.insert(0, str(WORKERS))
@@ -37,7 +39,8 @@ def run(job: dict, rank: int, port: int) -> None:
 
     reason = "exit"
     try:
-        tracer.install(job["trace"], rank, job["ranks"])
+        if Path(job["script"]).parent.name != "repros":
+            tracer.install(job["trace"], rank, job["ranks"])
         sys.argv = [job["script"], *job["args"]]
         runpy.run_path(job["script"], run_name="__main__")
     except BaseException:  # noqa: BLE001  also SystemExit: this process ends here

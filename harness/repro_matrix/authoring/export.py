@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from repro_matrix.baseline.advice import advice
 from repro_matrix.config import project
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
@@ -152,6 +153,7 @@ def _readme(
             script=script,
             settings=settings,
             help=case.variants[settings["variant"]].help,
+            advice=advice(case, versions),
             versions=[f"{name}=={versions[name]}" for name in PACKAGES if name in versions],
             skipped=skipped,
             outcome=outcomes[0] if outcomes else None,

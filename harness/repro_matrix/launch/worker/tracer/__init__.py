@@ -21,15 +21,18 @@ def install(folder: str, rank: int, world: int) -> None:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     place.update(folder=folder, rank=rank, world=world)
     os.register_at_fork(after_in_child=forget)  # a child does not write into its parent's trace
-    side("", _integer("REPRO_TRACE_NOISE"))
+    side("")
 
 
 def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) -> None:
     """Continue in the file of another side, at step 0.
 
-    Two models are trained in one process. ``world``: how many ranks train it, if not all.
+    Two models are trained in one process. ``noise``: the seed of its rounding noise; without a name
+    it is REPRO_TRACE_NOISE. ``world``: how many ranks train it, if not all.
     """
     close("side")
+    if not name:
+        noise = _integer("REPRO_TRACE_NOISE")
     path = os.path.join(place["folder"], f"trace-{place['rank']}{'.' if name else ''}{name}.jsonl")
     start = {
         "version": 2,
