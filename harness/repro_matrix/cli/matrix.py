@@ -17,6 +17,9 @@ from repro_matrix.baseline.derivation import bisect_exit, exit_code
 from repro_matrix.changes.nightly import not_committed
 from repro_matrix.changes.regressions import against_history, since_last_passing
 from repro_matrix.cli import options
+from repro_matrix.cluster.controller import Controller
+from repro_matrix.cluster.queue import check_slurm
+from repro_matrix.config import executors
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary
 from repro_matrix.report.formats import variant_record
@@ -65,8 +68,11 @@ def run_selection(
     entries, resumed = quarantine.read_quarantine(), None
     if args.resume:
         texts, resumed = workspace.resumed(texts)
+    executor, selected = executors.split(texts)
+    if executor is not None:
+        check_slurm()
     prepared = session.prepare(
-        texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run
+        selected, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run
     )
     quarantine.check_quarantine(entries, prepared.catalogue)
     notes = [f"note: {note}" for note in prepared.notes()]
@@ -80,11 +86,18 @@ def run_selection(
         run_summary.RunProgress(live, prepared.catalogue.cases) as progress,
         workspace.interruptible(stop, progress.warn, workspace.RESUMED),
     ):
-        summary = workspace.execute(
-            prepared, progress.event, stop, args.resume, progress.warn, with_canary=page
-        )
+        if executor is None:
+            short = prepared.shortfall()
+            summary = workspace.execute(
+                prepared, progress.event, stop, args.resume, progress.warn, with_canary=page
+            )
+        else:
+            root = results_folder(prepared.settings)
+            controller = Controller(executor, selected, len(prepared.plans), root, progress.warn)
+            summary = controller.run(stop)
+            short = controller.problems()
         finish(summary)
-    return _report(args, prepared, summary, entries, every_variant, page)
+    return _report(args, prepared, summary, entries, every_variant, page, short)
 
 
 def _report(
@@ -94,6 +107,7 @@ def _report(
     entries: Sequence[quarantine.Quarantine],
     every_variant: bool,
     page: bool,
+    short: Sequence[str],
 ) -> int:
     """Compare the results with what is expected, print them and return the exit code."""
     from repro_matrix.report.page import write_run_page  # imports Jinja
@@ -112,7 +126,6 @@ def _report(
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
         stopped = f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}"
         head = replace(head, incomplete=stopped)
-    short = prepared.shortfall()
     code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
     code = code or (ExitCode.USAGE if expired else ExitCode.OK)
     if not (summary.problem or summary.interrupted):

@@ -117,7 +117,7 @@ def _add(selection: Selection, text: str, override: Any, values: list[Any]) -> N
             )
         selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
         selection.added += [key] if override.is_add() else []
-    else:
+    elif group != "executor":  # config/executors.py reads it
         selection.run.append(text)
 
 

@@ -35,6 +35,7 @@ SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summ
 MANIFEST = "run.manifest"  # of a run (results/runs.py); no .json: these are cells
 ENDED, UNFINISHED = "ended", "unfinished"  # its state
 LATEST = "latest"  # in a folder of runs: the last of them
+JOBS = "jobs"  # of a run on a cluster: the folders of its shards, whose documents it copies
 LOCK = ".lock"  # held while a run writes to a folder
 
 
@@ -156,7 +157,9 @@ def files(root: Path, history: bool = False) -> Iterator[str]:
     """
     for folder, names, found in os.walk(root, onerror=_raise):
         names[:] = sorted(
-            name for name in names if not name.startswith(".") and (history or name != "history")
+            name
+            for name in names
+            if not name.startswith(".") and name != JOBS and (history or name != "history")
         )
         for name in sorted(found):
             if name.endswith((".json", LINES)) and not name.startswith((".", SUMMARY)):

@@ -31,7 +31,7 @@ from repro_matrix.runner.prepared import Session
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Overrides that say where and how to measure, not which cells.
-MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells")
+MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells", "executor")
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,9 @@ class Request:
 def make_request(texts: Sequence[str]) -> Request:
     """Parse overrides. Raises ConfigError that names what cannot be understood."""
     line = overrides.parse_overrides(texts)
+    for key, text in line.words:
+        if key.partition(".")[0] == "executor":
+            raise ConfigError(f"{text}: only `repro matrix` runs on a cluster.")
     catalogue = catalog.load(patches=line.patches, cases=line.case)
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalog.load())
@@ -318,7 +321,9 @@ def _published_seconds(
 
 def selected_by(line: Selection) -> list[str]:
     """Return the overrides of a command line that say what is measured, as they were written."""
-    return sorted(text for key, text in line.words if key not in MACHINE_SETTINGS)
+    return sorted(
+        text for key, text in line.words if key.partition(".")[0] not in MACHINE_SETTINGS
+    )
 
 
 def seconds_of(name: str, text: str | None) -> float | None:

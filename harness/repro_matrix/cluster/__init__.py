@@ -1,0 +1,1 @@
+"""Run the matrix in jobs of a cluster."""

@@ -1,0 +1,124 @@
+"""Submit shards to SLURM through submitit, and read the queue.
+
+The queue is read with squeue: sacct needs an accounting database, which many clusters do not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.config.executors import SlurmExecutor
+from repro_matrix.errors import ConfigError, MeasureError
+
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job in the queue. ``state``: SLURM's word, such as PENDING. ``why``: SLURM's reason."""
+
+    state: str
+    node: str
+    why: str
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
+
+
+class Shard:
+    """Run one shard of a run in an allocation; submitit pickles it.
+
+    A job that is preempted, requeued or reaches its time limit starts again and continues: its
+    results folder has what was measured.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self.command, self.folder = list(command), folder
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> int:
+        self.process = subprocess.Popen(self.command, cwd=self.folder)
+        return self.process.wait()
+
+    def checkpoint(self) -> Any:
+        """Return what runs when the job starts again. submitit calls it before the job ends."""
+        from submitit.helpers import DelayedSubmission
+
+        if self.process is not None:
+            self.process.terminate()  # the run ends its ranks and keeps its results
+            self.process.wait()
+        return DelayedSubmission(Shard(self.command, self.folder))
+
+
+def check_slurm() -> None:
+    """Raise ConfigError if SLURM's commands or submitit are missing."""
+    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            f"executor=slurm: no {', '.join(missing)} on this machine. Run it on a login node of"
+            " the cluster, or leave out executor=slurm."
+        )
+    try:
+        import submitit  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "executor=slurm needs the package submitit: pip install 'repro-matrix[slurm]'"
+        ) from None
+
+
+def submit(
+    executor: SlurmExecutor, shards: Sequence[Shard], folder: Path, exclude: Sequence[str] = ()
+) -> list[str]:
+    """Submit shards as one array and return their job ids.
+
+    Raises MeasureError with sbatch's message.
+    """
+    import submitit
+
+    values = {
+        "job_name": "repro-matrix",
+        "time": executor.timeout_min,
+        "partition": executor.partition,
+        "account": executor.account,
+        "qos": executor.qos,
+        "gpus_per_node": executor.gpus_per_node,
+        "cpus_per_task": executor.cpus_per_task,
+        "mem": None if executor.mem_gb is None else f"{executor.mem_gb * 1024:.0f}M",
+        "exclude": ",".join(exclude) or None,
+        "array_parallelism": executor.array_parallelism,
+        "additional_parameters": {"requeue": True, **executor.additional_parameters},
+        "use_srun": False,  # the batch step is the one task
+        "stderr_to_stdout": True,  # one log
+    }
+    slurm = submitit.SlurmExecutor(folder=folder, max_num_timeout=100)
+    slurm.update_parameters(**{name: value for name, value in values.items() if value is not None})
+    try:
+        return [str(job.job_id) for job in slurm.submit_array(list(shards))]
+    except submitit.core.utils.FailedJobError as error:
+        raise MeasureError(f"executor=slurm: sbatch refused the jobs: {error}") from None
+
+
+def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
+    """Return the jobs that are in the queue; None if SLURM does not answer."""
+    command = ["squeue", "--noheader", "--array", "--me", "--format=%i|%T|%N|%r"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return None
+    found = {}
+    for line in answer.stdout.splitlines():
+        name, state, node, why = line.split("|", 3)
+        if name in jobs:
+            found[name] = Job(state, node, why)
+    return found
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    if jobs:
+        with contextlib.suppress(OSError):
+            subprocess.run(["scancel", *jobs], check=False)
