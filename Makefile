@@ -118,12 +118,16 @@ jobs-check: $(READY) ## the nightly job templates and the action by the hosts' s
 
 
 test: $(READY) ## the project's own tests, a gate: minutes
-	@$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not slow and not cluster" $(PYTEST_ARGS)
 
 test-slow: $(READY) ## the rest of them, which is exhaustive, and more examples for each property
-	@HYPOTHESIS_PROFILE=many $(PY) -m pytest -m "slow or hypothesis" $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=many $(PY) -m pytest -m "(slow or hypothesis) and not cluster" $(PYTEST_ARGS)
 
 test-all: test test-slow ## both
+
+test-cluster: $(READY) ## executor=slurm on a SLURM with two nodes, started on this machine (Debian's packages are installed; needs root)
+	@command -v slurmctld slurmd munged > /dev/null || apt-get install --quiet --yes slurm-wlm munge
+	@$(PY) -m pytest tests/cluster -m cluster -n 0 $(PYTEST_ARGS)
 
 exports: $(READY) ## every case's folder as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
 	@cd tests && $(PY) -m exports $(ARGS)

@@ -33,7 +33,10 @@ MEASURED = (ExitCode.OK, ExitCode.DIFFERS, ExitCode.INCOMPLETE)
 
 @dataclass
 class Part:
-    """One shard. ``jobs``: submitted for it, the last one counts. ``nodes``: where jobs got lost."""
+    """One shard.
+
+    ``jobs``: submitted for it, the last one counts. ``nodes``: where jobs ended without a result.
+    """
 
     number: int
     folder: Path

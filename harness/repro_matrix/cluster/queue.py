@@ -17,7 +17,6 @@ from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.errors import ConfigError, MeasureError
 
 
-
 @dataclass(frozen=True)
 class Job:
     """A job in the queue. ``state``: SLURM's word, such as PENDING. ``why``: SLURM's reason."""
@@ -93,7 +92,6 @@ def submit(
         "exclude": ",".join(exclude) or None,
         "array_parallelism": executor.array_parallelism,
         "additional_parameters": {"requeue": True, **executor.additional_parameters},
-        "use_srun": False,  # the batch step is the one task
         "stderr_to_stdout": True,  # one log
     }
     slurm = submitit.SlurmExecutor(folder=folder, max_num_timeout=100)
@@ -101,7 +99,10 @@ def submit(
     try:
         return [str(job.job_id) for job in slurm.submit_array(list(shards))]
     except submitit.core.utils.FailedJobError as error:
-        raise MeasureError(f"executor=slurm: sbatch refused the jobs: {error}") from None
+        text = f"executor=slurm: sbatch refused the jobs: {error}"
+        if "array" in str(error):
+            text += f"\n{len(shards)} jobs may be above MaxArraySize: set executor.shards lower."
+        raise MeasureError(text) from None
 
 
 def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:

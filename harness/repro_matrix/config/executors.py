@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import yaml
@@ -17,13 +18,6 @@ from repro_matrix.paths import CONF
 
 LOCAL = "local"
 _OWN = re.compile(r"\+?executor(\.[\w.]+)?=(.*)", re.DOTALL)
-
-
-class LocalExecutor(Strict):
-    """Measure on this machine."""
-
-    slug: str
-    title: str
 
 
 class SlurmExecutor(Strict):
@@ -40,7 +34,7 @@ class SlurmExecutor(Strict):
     gpus_per_node: PositiveInt | None = None
     cpus_per_task: PositiveInt | None = None
     mem_gb: PositiveFloat | None = None
-    additional_parameters: dict[str, Any] = {}
+    additional_parameters: dict[str, Any] = Field(default={})
     retries: int = Field(default=1, ge=0)
     poll_s: PositiveFloat = 10.0
 
@@ -54,25 +48,25 @@ def split(texts: Sequence[str]) -> tuple[SlurmExecutor | None, list[str]]:
     rest = [text for text in texts if not _OWN.fullmatch(text)]
     names = [match[2] for match in found if not match[1]]
     name = names[-1] if names else LOCAL
-    files = {path.stem: path for conf in conf_folders(CONF) for path in conf.glob("executor/*.yaml")}
+    files = {
+        path.stem: path for conf in conf_folders(CONF) for path in conf.glob("executor/*.yaml")
+    }
     if name not in files:
         raise unknown("executor", name, files, "conf/executor")
-    values = read_yaml(files[name])
     changed = [match for match in found if match[1]]
+    if name == LOCAL:
+        if changed:
+            raise ConfigError(f"{changed[0][0]}: add executor=slurm.")
+        return None, rest
+    values = deepcopy(read_yaml(files[name]))
     for match in changed:
         *groups, key = match[1][1:].split(".")
         target = values
         for group in groups:
             target = target.setdefault(group, {})
         target[key] = yaml.safe_load(match[2])
-    model = LocalExecutor if values.keys() <= LocalExecutor.model_fields.keys() else SlurmExecutor
     source = f"executor={name}" if changed else files[name]
     try:
-        executor = model.model_validate(values)
+        return SlurmExecutor.model_validate(values), rest
     except ValidationError as error:
-        raise describe_validation(error, model, source) from None
-    if isinstance(executor, SlurmExecutor):
-        return executor, rest
-    if changed:
-        raise ConfigError(f"{changed[0][0]}: add executor=slurm.")
-    return None, rest
+        raise describe_validation(error, SlurmExecutor, source) from None

@@ -321,9 +321,7 @@ def _published_seconds(
 
 def selected_by(line: Selection) -> list[str]:
     """Return the overrides of a command line that say what is measured, as they were written."""
-    return sorted(
-        text for key, text in line.words if key.partition(".")[0] not in MACHINE_SETTINGS
-    )
+    return sorted(text for key, text in line.words if key.partition(".")[0] not in MACHINE_SETTINGS)
 
 
 def seconds_of(name: str, text: str | None) -> float | None:

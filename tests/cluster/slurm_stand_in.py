@@ -1,0 +1,70 @@
+"""Stand in for sbatch, squeue and scancel: a job is a process of this machine.
+
+Installed under these names; the folder in STAND_IN holds a file per job. `sbatch` refuses
+partitions other than `main`. Each job's node is n1, or n2 if n1 is excluded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(os.environ["STAND_IN"])
+
+
+def sbatch(file: str) -> None:
+    text = Path(file).read_text(encoding="utf-8")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
+    if options.get("partition", "main") != "main":
+        sys.exit("sbatch: error: invalid partition specified: " + options["partition"])
+    number = len(list(FOLDER.glob("*_0"))) + len(list(FOLDER.glob("[0-9]*"))) + 100
+    array = options.get("array")
+    tasks = range(int(array.split("-")[1].split("%")[0]) + 1) if array else [None]
+    node = "n2" if "n1" in options.get("exclude", "") else "n1"
+    for task in tasks:
+        name = str(number) if task is None else f"{number}_{task}"
+        env = {
+            **os.environ,
+            "SLURM_JOB_ID": str(number),
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NTASKS": "1",
+            "SLURM_JOB_NODELIST": node,
+            **{f"SLURM_{each}": "0" for each in ("NODEID", "PROCID", "LOCALID")},
+        }
+        if task is not None:
+            env |= {"SLURM_ARRAY_JOB_ID": str(number), "SLURM_ARRAY_TASK_ID": str(task)}
+        output = options["output"].replace("%A_%a", name).replace("%j", name).replace("%t", "0")
+        with open(output, "ab") as log:
+            job = subprocess.Popen(
+                ["bash", file], env=env, stdout=log, stderr=log, start_new_session=True
+            )
+        (FOLDER / name).write_text(f"{job.pid} {node}", encoding="utf-8")
+    print(f"Submitted batch job {number}")
+
+
+def squeue() -> None:
+    if (FOLDER / "silent").exists():
+        sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
+    for file in sorted(FOLDER.glob("[0-9]*")):
+        pid, node = file.read_text(encoding="utf-8").split()
+        stat = Path(f"/proc/{pid}/stat")
+        if stat.exists() and stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
+            print(f"{file.name}|RUNNING|{node}|None")
+
+
+def scancel(*names: str) -> None:
+    for name in names:
+        pid = int((FOLDER / name).read_text(encoding="utf-8").split()[0])
+        try:
+            os.killpg(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+
+if __name__ == "__main__":
+    commands = {"sbatch": sbatch, "squeue": lambda *_: squeue(), "scancel": scancel}
+    commands.get(Path(sys.argv[0]).name, lambda *_: None)(*sys.argv[1:])

@@ -1,0 +1,153 @@
+"""A run on a cluster: its jobs end, fail, get lost and are cancelled; the controller comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster.conftest import Make
+from repro_matrix.cluster import queue
+from repro_matrix.config import executors
+from repro_matrix.errors import ConfigError, MeasureError
+
+
+def cases(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in (folder / "cpu").rglob("*.json"))
+
+
+def test_shards_are_measured_in_jobs_and_their_results_are_together(
+    make: Make, tmp_path: Path
+) -> None:
+    made = make("ends", "ends:1", "ends:3")
+    totals = made.run(threading.Event())
+    assert cases(tmp_path / "run") == ["shard-1", "shard-2", "shard-3"]
+    assert totals.attempts == 3 and not totals.interrupted
+    # exit code 1 is a result; 3 is less than was requested
+    assert [text.partition(":")[0] for text in made.problems()] == ["shard 3"]
+
+
+def test_a_shard_whose_command_fails_is_not_submitted_again(make: Make, tmp_path: Path) -> None:
+    made = make("ends", "fails:2")
+    made.run(threading.Event())
+    [problem] = made.problems()
+    assert problem.startswith("shard 2: its command ended with 2")
+    assert str(tmp_path / "run" / "jobs") in problem
+    assert [len(part.jobs) for part in made.parts] == [1, 1]
+
+
+def test_a_lost_job_is_submitted_again_without_its_node(make: Make, tmp_path: Path) -> None:
+    made = make("ends", "dies-once")
+    made.run(threading.Event())
+    assert not made.problems()
+    assert [len(part.jobs) for part in made.parts] == [1, 2]
+    assert made.parts[1].nodes == ["n1"] and made.parts[1].node in ("n2", "n1")
+    assert cases(tmp_path / "run") == ["shard-1", "shard-2"]
+
+
+def test_a_job_that_is_lost_again_is_reported(make: Make) -> None:
+    made = make("dies-once", executor=("executor.retries=0",))
+    made.run(threading.Event())
+    [problem] = made.problems()
+    assert "ended without a result" in problem
+
+
+def test_ctrl_c_cancels_the_jobs_and_keeps_what_they_stored(
+    make: Make, stand_in: Path, tmp_path: Path
+) -> None:
+    made, stop = make("sleeps", "ends"), threading.Event()
+    watch = threading.Timer(0, _stop_when, (lambda: len(cases_of_jobs(tmp_path)) == 2, stop))
+    watch.start()
+    totals = made.run(stop)
+    watch.join()
+    assert totals.interrupted
+    assert cases(tmp_path / "run") == ["shard-1", "shard-2"]
+    assert not queue.look([part.jobs[-1] for part in made.parts])
+
+
+def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path) -> None:
+    first = make("sleeps", "ends")
+    first._submit(first.parts)
+    until(lambda: len(cases_of_jobs(tmp_path)) == 2)
+    jobs = [part.jobs[-1] for part in first.parts]
+
+    again, stop = make("sleeps", "ends"), threading.Event()
+    assert [part.jobs[-1] for part in again.parts] == jobs
+    watch = threading.Timer(0, _stop_when, (lambda: again.parts[1].code == 0, stop))
+    watch.start()
+    totals = again.run(stop)
+    watch.join()
+    assert totals.interrupted and [part.jobs[-1] for part in again.parts] == jobs
+
+    third = make("ends", "sleeps")  # the finished shard is not measured again
+    assert not third.run(threading.Event()).interrupted
+    assert [len(part.jobs) for part in third.parts] == [2, 1]
+
+
+def test_a_queue_that_does_not_answer_is_no_lost_job(make: Make, stand_in: Path) -> None:
+    made, stop = make("sleeps"), threading.Event()
+    made._submit(made.parts)
+    (stand_in / "silent").touch()
+    made._look()
+    time.sleep(0.4)
+    made._look()
+    assert made.parts[0].open and len(made.parts[0].jobs) == 1
+    (stand_in / "silent").unlink()
+    stop.set()
+    made.run(stop)
+
+
+@pytest.mark.parametrize(
+    ("texts", "part"),
+    [
+        (["executor=slum"], "did you mean 'slurm'"),
+        (["executor.partition=gpu"], "add executor=slurm"),
+        (["executor=slurm", "executor.partiton=gpu"], "did you mean 'partition'"),
+        (["executor=slurm", "executor.shards=many"], "shards"),
+    ],
+)
+def test_a_wrong_executor_is_explained(texts: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        executors.split(texts)
+    assert part in str(error.value)
+
+
+def test_options_of_sbatch_are_passed_on(make: Make, tmp_path: Path) -> None:
+    own = ("executor.mem_gb=16", "executor.qos=night", "+executor.additional_parameters.nice=5")
+    made = make("ends", "ends", executor=own)
+    made.run(threading.Event())
+    [script] = (tmp_path / "run" / "jobs").glob("*_submission.sh")
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert {"#SBATCH --mem=16384M", "#SBATCH --qos=night", "#SBATCH --nice=5"} <= set(lines)
+
+
+def test_a_refused_job_shows_the_message_of_sbatch(make: Make) -> None:
+    made = make("ends", executor=("executor.partition=gpu",))
+    with pytest.raises(MeasureError, match="invalid partition specified: gpu"):
+        made.run(threading.Event())
+
+
+def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no sbatch, squeue, scancel"):
+        queue.check_slurm()
+
+
+def cases_of_jobs(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "run" / "jobs").glob("shard-*/run.manifest"))
+
+
+def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _stop_when(ready: Callable[[], bool], stop: threading.Event) -> None:
+    try:
+        until(ready)
+    finally:
+        stop.set()
