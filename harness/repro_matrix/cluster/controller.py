@@ -175,7 +175,7 @@ class Controller:
             part.code = run.exit_code
 
     def _ended(self, part: Part) -> bool:
-        """Return whether the job wrote a result: then its command failed, and would again."""
+        """Return whether its command failed: it would again. A signal is another reason to end."""
         job = part.jobs[-1]
         path = self.logs / f"{job}_0_result.pkl"
         if not path.exists():
@@ -183,6 +183,8 @@ class Controller:
         from submitit.core.utils import pickle_load
 
         kind, value = pickle_load(path)
+        if kind == "success" and (value < 0 or value == ExitCode.INTERRUPTED):
+            return False
         part.problem = f"its command ended with {value}" if kind == "success" else f"{value}"[-300:]
         return True
 
