@@ -67,7 +67,12 @@ def make(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mak
 
 
 def _maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    def make(*behaviors: str, executor: tuple[str, ...] = ()) -> Controller:
+    def make(
+        *behaviors: str,
+        executor: tuple[str, ...] = (),
+        texts: tuple[str, ...] = (),
+        resume: bool = False,
+    ) -> Controller:
         """A run whose shards behave so."""
 
         def command(self: Controller, part: Part) -> list[str]:
@@ -78,7 +83,7 @@ def _maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         chosen, _ = executors.split(["executor=slurm", "executor.poll_s=0.1", *executor])
         assert chosen is not None
         said: list[str] = []
-        made = Controller(chosen, [], len(behaviors), tmp_path / "run", said.append)
+        made = Controller(chosen, texts, len(behaviors), tmp_path / "run", said.append, resume)
         made.said = said  # type: ignore[attr-defined]
         return made
 

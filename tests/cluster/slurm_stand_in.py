@@ -1,4 +1,4 @@
-"""Stand in for sbatch, squeue and scancel: a job is a process of this machine.
+"""Stand in for sbatch, srun, squeue and scancel: a job is a process of this machine.
 
 Installed under these names; the folder in STAND_IN holds a file per job. `sbatch` refuses
 partitions other than `main`. Each job's node is n1, or n2 if n1 is excluded.
@@ -46,6 +46,11 @@ def sbatch(file: str) -> None:
     print(f"Submitted batch job {number}")
 
 
+def srun(*words: str) -> None:
+    command = next(i for i, word in enumerate(words) if "python" in word)
+    os.execvp(words[command], words[command:])
+
+
 def squeue() -> None:
     if (FOLDER / "silent").exists():
         sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
@@ -66,5 +71,5 @@ def scancel(*names: str) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"sbatch": sbatch, "squeue": lambda *_: squeue(), "scancel": scancel}
-    commands.get(Path(sys.argv[0]).name, lambda *_: None)(*sys.argv[1:])
+    commands = {"sbatch": sbatch, "srun": srun, "squeue": lambda *_: squeue(), "scancel": scancel}
+    commands[Path(sys.argv[0]).name](*sys.argv[1:])

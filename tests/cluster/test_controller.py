@@ -73,7 +73,7 @@ def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path)
     until(lambda: len(cases_of_jobs(tmp_path)) == 2)
     jobs = [part.jobs[-1] for part in first.parts]
 
-    again, stop = make("sleeps", "ends"), threading.Event()
+    again, stop = make("sleeps", "ends", resume=True), threading.Event()
     assert [part.jobs[-1] for part in again.parts] == jobs
     watch = threading.Timer(0, _stop_when, (lambda: again.parts[1].code == 0, stop))
     watch.start()
@@ -81,9 +81,25 @@ def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path)
     watch.join()
     assert totals.interrupted and [part.jobs[-1] for part in again.parts] == jobs
 
-    third = make("ends", "sleeps")  # the finished shard is not measured again
+    third = make("ends", "sleeps", resume=True)  # the finished shard is not measured again
     assert not third.run(threading.Event()).interrupted
     assert [len(part.jobs) for part in third.parts] == [2, 1]
+
+
+def test_a_new_run_in_the_same_folder_takes_no_result_of_the_old_one(
+    make: Make, tmp_path: Path
+) -> None:
+    make("ends", "ends").run(threading.Event())
+    made = make("ends", "fails:2")
+    made.run(threading.Event())
+    assert len(made.problems()) == 1
+    assert not (tmp_path / "run" / "jobs" / "shard-2" / "cpu").exists()
+
+
+def test_another_selection_is_not_resumed(make: Make) -> None:
+    make("ends", texts=("case=a",)).run(threading.Event())
+    with pytest.raises(ConfigError, match="another selection: case=a"):
+        make("ends", texts=("case=b",), resume=True)
 
 
 def test_a_queue_that_does_not_answer_is_no_lost_job(make: Make, stand_in: Path) -> None:

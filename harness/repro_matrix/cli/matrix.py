@@ -93,7 +93,9 @@ def run_selection(
             )
         else:
             root = results_folder(prepared.settings)
-            controller = Controller(executor, selected, len(prepared.plans), root, progress.warn)
+            controller = Controller(
+                executor, selected, len(prepared.plans), root, progress.warn, args.resume
+            )
             summary = controller.run(stop)
             short = controller.problems()
         finish(summary)

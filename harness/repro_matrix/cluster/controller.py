@@ -7,6 +7,7 @@ controller reads the queue and these folders. It may end and come back: jobs.jso
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 from repro_matrix.cluster import queue
 from repro_matrix.config.executors import SlurmExecutor
-from repro_matrix.errors import ExitCode
+from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.paths import read_json, write_text
 from repro_matrix.results import runs
 from repro_matrix.results.store import JOBS, Store
@@ -62,13 +63,28 @@ class Controller:
         cells: int,
         root: Path,
         say: Callable[[str], None],
+        resume: bool = False,
     ) -> None:
-        """``texts``: the run's overrides without the executor. ``root``: the run's folder."""
+        """``texts``: the run's overrides without the executor. ``root``: the run's folder.
+
+        Without ``resume``, jobs of an earlier run in this folder are cancelled and removed. Raises
+        ConfigError: the run to resume had another selection.
+        """
         self.executor, self.texts, self.root, self.say = executor, list(texts), root, say
-        self.cells, self.logs = cells, root / JOBS
+        self.logs = root / JOBS
         self._status = ""
+        stored = read_json(self.logs / "jobs.json")
+        if stored and not resume:
+            queue.cancel([jobs[-1] for jobs in stored["jobs"].values() if jobs])
+            shutil.rmtree(self.logs)
+            stored = None
+        if stored and stored["texts"] != self.texts:
+            raise ConfigError(
+                f"--resume: the jobs in {self.logs} are of another selection:"
+                f" {' '.join(stored['texts']) or 'everything'}. Choose another folder: results=DIR"
+            )
         count = min(executor.shards or executor.array_parallelism, cells)
-        stored = read_json(self.logs / "jobs.json") or {"shards": count, "jobs": {}}
+        stored = stored or {"shards": count, "jobs": {}}
         self.parts = [
             Part(number, self.logs / f"shard-{number}", list(stored["jobs"].get(str(number), ())))
             for number in range(1, stored["shards"] + 1)
@@ -124,7 +140,8 @@ class Controller:
             part.jobs.append(job)
             part.missing_since = None
         state = {str(part.number): part.jobs for part in self.parts}
-        text = json.dumps({"shards": len(self.parts), "jobs": state})
+        stored = {"texts": self.texts, "shards": len(self.parts), "jobs": state}
+        text = json.dumps(stored)
         write_text(self.logs / "jobs.json", text + "\n")
         self.say(f"submitted {counted(len(jobs), 'job')}: {jobs[0].partition('_')[0]}")
 
