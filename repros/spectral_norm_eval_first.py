@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import worst
 from repro_kit.instrumentation import watch
 from repro_kit.models import batch, build
 
 import torch
 from torch.nn.utils import parametrizations, spectral_norm
 
-TOLERANCE = 1.0  # a norm of up to 2: the few power iterations of a first forward estimate it roughly
+TOLERANCE = 0.9  # the single power iteration of a first forward is only a rough estimate: 1.42 instead of 1
 
 
 def body(run: Run) -> None:
@@ -31,13 +30,9 @@ def body(run: Run) -> None:
     run.metric("loss", float(loss))
     norms = [float(torch.linalg.matrix_norm(layer.weight.detach().double().cpu(), ord=2)) for layer in layers]
     run.fact("norms", norms)
-    run.check(
-        "norms",
-        actual=worst(abs(norm - 1.0) for norm in norms),
-        expected=0.0,
-        tolerance=TOLERANCE,
-        subject=f"{len(layers)} weights' largest singular values, from 1",
-    )
+    furthest = max(norms, key=lambda norm: abs(norm - 1.0))
+    run.metric("norm", furthest)
+    run.check("norms", actual=furthest, expected=1.0, tolerance=TOLERANCE, subject=f"{len(layers)} weights, furthest")
 
 
 if __name__ == "__main__":
