@@ -61,8 +61,8 @@ def _changes(fix: Row, bad: Row) -> int:
     )
 
 
-def _preference(row: Row) -> tuple[bool, float]:
-    return row.stack.name == "current", row.started
+def _preference(row: Row) -> tuple[bool, bool, float]:
+    return row.stack.name == "current", not row.overrides, row.started
 
 
 def job(row: Row, name: str, folder: Path, noise: int = 0) -> Json:
