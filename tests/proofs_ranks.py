@@ -51,7 +51,7 @@ def body(run: Run) -> None:
         )
         for key, changed in asked["trainings"].items():  # a name -> flags of the case
             wrong = changed.get("sabotage", "none")
-            if slug == "tp" and wrong in CANNOT_BE["tp"]:
+            if slug == "tp" and (wrong in CANNOT_BE["tp"] or "dropout" in changed):
                 continue
             checkpoint = train_step.check_checkpoint
             if wrong != "none":  # it is seen before, and an honest run proves the checkpoint

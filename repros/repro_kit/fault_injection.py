@@ -9,7 +9,7 @@ import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Callable, Iterator
 
-from repro_kit.recipes import ADAMW, PLAIN, Batch
+from repro_kit.recipes import ADAMW, PLAIN, Batch, prompts, seed, within
 from repro_kit.run import Run
 from repro_kit.strategies import Wrapped, Zero
 
@@ -46,6 +46,13 @@ OF_FLAGS = {
     "own_norm": ("each rank clips by the norm of its own part of the gradients", 0, "clip"),
     "no_clip": ("gradients are not clipped", 0, "clip"),
     "step_per_rank": ("the scheduler steps once for each rank", 1, "schedule"),
+    "same_masks": ("every rank drops the same", 0, "dropout"),
+    "stay_in_eval": ("train() is forgotten after an evaluation", 1, "dropout"),
+    "forget_states": ("the optimizer's state is not loaded", 1, "resume"),
+    "same_batches": ("the batches begin again after the resume", 1, "resume"),
+    "stale_evaluation": ("the evaluation has the weights before the last step", 1, "evaluation"),
+    "own_evaluation": ("the evaluation is the mean of the ranks' means", 0, "evaluation"),
+    "unmasked_prompt": ("generation sees the padding", 0, "evaluation"),
 }
 SCALE = 1.0001
 # Faults that cannot occur in a strategy. With tensor parallelism the ranks share one batch: no rank has tokens of its
@@ -53,7 +60,7 @@ SCALE = 1.0001
 # DDP's ranks have whole gradients.
 CANNOT_BE = {
     "ddp": ("own_norm",),
-    "tp": ("unequal_tokens", "same_data", "own_tokens"),
+    "tp": ("unequal_tokens", "same_data", "own_tokens", "same_masks", "stay_in_eval", "own_evaluation"),
     "zero2": ("keep_gradients",),
     "zero3": ("keep_gradients",),
 }
@@ -62,22 +69,24 @@ CANNOT_BE = {
 def sabotaged(run: Run, trained: Wrapped, parts: list[Batch], step: int, sabotage: str) -> float:
     """Run one training step, with the fault ``sabotage`` if it applies to this step."""
     for flag in OF_FLAGS.get(sabotage, ())[2:]:
-        if getattr(trained.recipe, flag) == getattr(PLAIN, flag):
+        if run.flags[flag] == getattr(PLAIN, flag, False):
             raise ValueError(f"sabotage={sabotage} does nothing without the flag {flag}")
     if step < {**SABOTAGES, **OF_FLAGS}[sabotage][1]:
         return trained.train(parts)
     last = run.rank == run.world_size - 1
     if sabotage == "same_data":
         parts = trained.recipe.parts(run, 0, step)
+    elif sabotage == "same_batches" and step >= run.steps // 2:
+        parts = trained.recipe.parts(run, 0 if trained.same_batch else run.rank, step - run.steps // 2)
     elif sabotage == "lose_microbatch" and (last or trained.same_batch):
         parts = [{name: value[:1] for name, value in part.items()} for part in parts]
     elif sabotage == "unequal_tokens" and last:
         parts = [{**part, "labels": half_ignored(part["labels"])} for part in parts]
-    with around(run, trained, sabotage, last):
+    with around(run, trained, sabotage, last, step):
         return trained.train(parts)
 
 
-def around(run: Run, trained: Wrapped, sabotage: str, last: bool) -> AbstractContextManager[Any]:
+def around(run: Run, trained: Wrapped, sabotage: str, last: bool, step: int) -> AbstractContextManager[Any]:
     """Return the context of a step that does something wrong."""
     factor = {
         "scale_gradient": SCALE if last else 1.0,
@@ -107,12 +116,22 @@ def around(run: Run, trained: Wrapped, sabotage: str, last: bool) -> AbstractCon
         "unreduced_part": lambda: unreduced_part(trained),
         "own_norm": lambda: replaced((*clipping(trained), within(reductions_left_out, getattr(*clipping(trained))))),
         "no_clip": lambda: no_clip(trained),
+        "same_masks": lambda: replaced((trained, "seed", lambda _: seed(trained.recipe.parts(run, 0, step)[0]))),
     }
     if sabotage == "lose_state" and last:
         getattr(trained.optimizer, "optimizer", trained.optimizer).state.clear()  # DeepSpeed's has torch's inside
     elif sabotage == "step_per_rank":
         for _ in range(run.world_size - 1):
             trained.schedule.step()
+    elif sabotage == "stay_in_eval":
+        trained.module.eval()
+    elif sabotage == "stale_evaluation":
+        found = trained.evaluate()
+        trained.evaluate = lambda: found  # type: ignore[method-assign]
+    elif sabotage == "own_evaluation":
+        trained.weight = lambda part: 1.0  # type: ignore[method-assign]
+    elif sabotage == "unmasked_prompt":
+        trained.prompts = lambda: unmasked(run)  # type: ignore[method-assign]
     return ways[sabotage]() if sabotage in ways else nullcontext()
 
 
@@ -186,17 +205,12 @@ def half_ignored(labels: torch.Tensor) -> torch.Tensor:
     return labels
 
 
+def unmasked(run: Run) -> Batch:
+    made = prompts(run)
+    return {**made, "attention_mask": torch.ones_like(made["attention_mask"])}
+
+
 # --- tools
-
-
-def within(context: Callable[[], AbstractContextManager[Any]], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` inside of a context of its own."""
-
-    def inside(*args: Any, **options: Any) -> Any:
-        with context():
-            return call(*args, **options)
-
-    return inside
 
 
 @contextmanager

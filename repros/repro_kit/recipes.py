@@ -7,8 +7,10 @@ micro-batch of each rank: the loss is the mean over all tokens of the step, whoe
 
 from __future__ import annotations
 
+import zlib
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable, Iterator, Optional
 
 from repro_kit.models import batch
 from repro_kit.norms import norm_of
@@ -30,11 +32,16 @@ class Recipe:
     accumulation: int = 1  # micro-batches of a step
     clip: float = 0.0  # the gradients' largest norm; 0: any
     schedule: str = "constant"  # or linear: to zero after the last step
+    dropout: float = 0.0  # of the attention's weights (first-generation Qwen: of the embeddings)
+    autocast: Optional[str] = None  # a dtype: the forward computes in it
+    evaluation: bool = False  # after the training: the loss of other batches, and greedy tokens
 
     @classmethod
     def of(cls, run: Run) -> Recipe:
         """Return the recipe that the case's flags name."""
         made = cls(**{name: run.flags[name] for name in cls.__dataclass_fields__})
+        if made.dropout and run.device_kind != "cpu":
+            raise ValueError("dropout: the reference on the CPU cannot draw the masks of a GPU")
         if run.model["scale"] == "full" and (made.clip or made.optimizer != "sgd"):
             raise ValueError("the memory plan of full-size models knows plain SGD only: no clip, no other optimizer")
         return made
@@ -45,6 +52,19 @@ class Recipe:
 
     def rate(self, dtype: torch.dtype) -> float:
         return ADAMW["lr"] if self.optimizer == "adamw" else RATES[dtype]
+
+    @property
+    def computes_in(self) -> Optional[torch.dtype]:
+        return None if self.autocast is None else getattr(torch, self.autocast)
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context in which the forward computes."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.computes_in)
+
+    def config(self, run: Run) -> dict[str, Any]:
+        """Return the settings of the model's configuration."""
+        name = "emb_dropout_prob" if run.model.get("remote_code") else "attention_dropout"
+        return {name: self.dropout} if self.dropout else {}
 
     # --- data
 
@@ -57,6 +77,16 @@ class Recipe:
     def whole(self, run: Run, rank: int, step: int) -> Batch:
         """Return the micro-batches of one rank in one step as one batch."""
         return joined(self.parts(run, rank, step))
+
+    def loss(self, run: Run, model: nn.Module, ranks: int, step: int) -> torch.Tensor:
+        """Return the loss of one process on the micro-batches of all ranks, each with the masks that its rank draws."""
+        parts = [part for rank in range(ranks) for part in self.parts(run, rank, step)]
+        tokens = sum(map(counted, parts))
+        losses = []
+        for part in parts:
+            seed(part)
+            losses.append(model(**part, use_cache=False).loss * (counted(part) / tokens))
+        return torch.stack(losses).sum()
 
     # --- update
 
@@ -118,6 +148,11 @@ def uneven(run: Run, rank: int, micro: int, step: int) -> Batch:
     return made
 
 
+def seed(part: Batch) -> None:
+    """Seed the masks of dropout by the tokens: others for each rank, step and micro-batch."""
+    torch.manual_seed(zlib.crc32(part["input_ids"].cpu().numpy().tobytes()))
+
+
 def counted(part: Batch) -> int:
     """Return the number of labels that count: the model shifts them by one."""
     return int((part["labels"][:, 1:] != -100).sum())
@@ -148,5 +183,72 @@ def clip_mixed(parameters: Iterable[nn.Parameter], limit: float) -> float:
     return clip_exactly(parameters, limit, None)
 
 
+def within(context: Callable[[], AbstractContextManager[Any]], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call`` inside of a context of its own."""
+
+    def inside(*args: Any, **options: Any) -> Any:
+        with context():
+            return call(*args, **options)
+
+    return inside
+
+
 def whole(value: Any) -> float:
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+# --- after the training
+
+TOKENS = 6  # generated for each row
+PROMPT = 5  # tokens; the second row's first two are padding
+
+
+def held_out(run: Run, rank: int) -> Batch:
+    """Return a batch that no rank has trained on, with another number of tokens on each rank."""
+    return uneven(run, rank, 0, run.steps)
+
+
+def prompts(run: Run) -> Batch:
+    """Return the prompts from which every rank generates: one is padded on the left."""
+    made = batch(run, 0, run.steps + 1, length=PROMPT)
+    made["attention_mask"][1, :2] = 0
+    return {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+def greedy(call: Callable[..., Any], start: Batch) -> tuple[list[int], list[float]]:
+    """Return the tokens, all rows' first ones first, that ``call``, a forward, finds most likely after the prompts, and
+    the distance of each one's logit to the next one's.
+
+    None comes twice in a row: with random weights that are tied, every token would be the one before.
+    """
+    ids, mask = start["input_ids"], start["attention_mask"]
+    margins = []
+    for _ in range(TOKENS):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = call(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        best, tokens = logits[:, -1].float().scatter(-1, ids, -torch.inf).topk(2)
+        margins += (best[:, 0] - best[:, 1]).tolist()
+        ids = torch.cat([ids, tokens[:, :1]], dim=-1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=-1)
+    return ids[:, PROMPT:].T.flatten().tolist(), margins
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()
+
+
+def evaluated(run: Run, model: nn.Module, ranks: int, device: torch.device) -> dict[str, Any]:
+    """Return the loss of one process on the held-out batches of all ranks, and its greedy tokens."""
+    data = joined([held_out(run, rank) for rank in range(ranks)])
+    with evaluating(model):
+        loss = model(**on(device, data), use_cache=False).loss.item()
+        tokens, margins = greedy(model, on(device, prompts(run)))
+    return {"evaluation": loss, "tokens": tokens, "margins": margins}
+
+
+def on(device: torch.device, data: Batch) -> Batch:
+    return {name: value.to(device) for name, value in data.items()}

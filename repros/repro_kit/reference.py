@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterator, Mapping, Optional
 from repro_kit import cache_key as depends
 from repro_kit import tracing
 from repro_kit.norms import digest, norm
-from repro_kit.recipes import PLAIN, Alone, Recipe
+from repro_kit.recipes import PLAIN, Alone, Recipe, evaluated
 from repro_kit.reference_cache import Common, short
 from repro_kit.run import Run
 from repro_kit.single_process import Perturbed, Seen, Start, train_alone, unit
@@ -107,6 +107,8 @@ class Runs:
         def after(steps: int, model: Seen) -> None:
             if steps == 0:
                 found["start"] = digest(model.named_parameters())
+            if steps == self.run.steps and self.recipe.evaluation:
+                found.update(self._evaluated(model))
             for when in self._moments(steps):
                 shelf, found[when] = Writer(self.folder / when), {}
                 for name, parameter in model.named_parameters():
@@ -126,6 +128,8 @@ class Runs:
         found: dict[str, Any] = {}
 
         def after(steps: int, model: Seen) -> None:
+            if steps == self.run.steps and self.recipe.evaluation:
+                found.update(self._evaluated(model))
             for when in self._moments(steps):
                 plain = self.after(when)
                 found[when] = {
@@ -154,7 +158,18 @@ class Runs:
 
         return train_alone(start, self._loss, self.run.steps, self.lr, after, self.on_disk, alone)
 
+    def _evaluated(self, model: Any) -> dict[str, Any]:
+        device = next(model.parameters()).device
+        with self.recipe.forward(device):
+            return evaluated(self.run, model, self.ranks, device)
+
     def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        with self.recipe.forward(next(model.parameters()).device):
+            return self._batch_loss(model, step)
+
+    def _batch_loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        if self.recipe.dropout:
+            return self.recipe.loss(self.run, model, self.ranks, step)
         parts = [self.make_batch(self.run, rank, step) for rank in range(self.ranks)]
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         device = next(model.parameters()).device

@@ -8,6 +8,7 @@ parallel (repro_kit/reference.py). Checks:
 ``gradient``   the update of the first step equals the reference's
 ``updates``    the update of all steps equals the reference's; finds errors of later steps
 ``clips``      every step of the reference clips, if the recipe has a limit, and ``norms`` are those of the reference
+``evaluation`` the loss of held-out batches after the training, and ``generation``: greedy tokens
 ``batches``    each rank had its own data and its own gradient before the reduction (or all had the same data, where
                ranks share a batch): otherwise a missing reduction would change nothing
 ``start``      every rank began with the parameters of the reference
@@ -71,7 +72,7 @@ class Reference:
         run.phase("reference")
         self.same_batch = same_batch
         self.dtype = next(model.parameters()).dtype
-        self.computes_in = computes_in
+        self.computes_in = computes_in = computes_in or recipe.computes_in
         self.recipe = recipe
         self.lr = recipe.rate(self.dtype)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -149,6 +150,25 @@ class Reference:
         run.check("clips", actual=min(expected) > limit, expected=True, subject=subject)
         tolerance = FACTOR * max(map(max, self.noise()["norms"], (unit(self.dtype) * norm for norm in expected)))
         run.check("norms", actual=norms, expected=expected, tolerance=tolerance, subject="of the gradients")
+
+    def check_evaluation(self, run: Run, loss: float, tokens: list[int]) -> None:
+        """Record ``evaluation`` and ``generation``: the strategy's loss on held-out batches and its greedy tokens."""
+        truth, other = self.truth(), self.noise()
+        mean = sum(value for (value,) in gather(run, [loss])) / run.world_size
+        expected = truth["evaluation"]
+        tolerance = FACTOR * max(abs(other["evaluation"] - expected), unit(torch.float32) * abs(expected))
+        run.check("evaluation", actual=mean, expected=expected, tolerance=tolerance, subject="of held-out batches")
+        # A token that rounding may change proves nothing, and neither do those after it.
+        alike = next((n for n, (a, b) in enumerate(zip(truth["tokens"], other["tokens"])) if a != b), len(tokens))
+        margins = list(zip(truth["margins"], other["margins"]))[:alike]
+        doubt = FACTOR * max((abs(one - perturbed) for one, perturbed in margins), default=math.inf)
+        count = next((n for n, (margin, _) in enumerate(margins) if margin <= doubt), alike)
+        subject = f"{count} of {len(tokens)} greedy tokens, those that rounding cannot change"
+        if count == 0 and (self.computes_in or self.dtype) != torch.float32:
+            return run.fact("generation", "in low precision, rounding may change each token")
+        exact = 0.0 if count else math.nan  # void
+        same = truth["tokens"][:count]
+        run.check("generation", actual=tokens[:count], expected=same, tolerance=exact, subject=subject)
 
     def check_batches(self, run: Run) -> None:
         if run.world_size == 1:

@@ -8,6 +8,7 @@ The optimizer is plain SGD, whose update is the gradient times the learning rate
 from __future__ import annotations
 
 import fnmatch
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,21 @@ from typing import Any, Callable, Iterator
 
 from repro_kit.collectives import gather
 from repro_kit.instrumentation import watch
-from repro_kit.recipes import PLAIN, Batch, Recipe, clip_mixed, counted, whole
+from repro_kit.recipes import (
+    PLAIN,
+    Batch,
+    Recipe,
+    clip_mixed,
+    counted,
+    evaluating,
+    greedy,
+    held_out,
+    on,
+    prompts,
+    seed,
+    whole,
+    within,
+)
 from repro_kit.run import Run
 from repro_kit.weights import Weights
 
@@ -24,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 
 Tensors = dict  # name -> full tensor
+UNSAFE: Any = {"weights_only": False}  # an optimizer's state has more than tensors
 
 
 class Wrapped:
@@ -41,6 +57,8 @@ class Wrapped:
         self.recipe = recipe
         self.norms: list[float] = []  # of the gradients in each step, where they are clipped
         self.names = [name for name, _ in model.named_parameters()]
+        if recipe.autocast is not None:  # inside of the wrappers, as accelerate does it
+            model.forward = within(partial(recipe.forward, run.device), model.forward)
         self.module: Any = self.wrap(model)
         self.schedule: Any = None
         self.optimizer: Any = self.make_optimizer(lr)
@@ -65,8 +83,13 @@ class Wrapped:
         return type(self.module).__name__
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = {name: value.to(self.run.device) for name, value in batch.items()}
-        return self.module(**inputs, use_cache=False).loss
+        if self.recipe.dropout:
+            self.seed(batch)
+        return self.module(**on(self.run.device, batch), use_cache=False).loss
+
+    def seed(self, batch: Batch) -> None:
+        """Seed the masks of dropout in the forward that follows."""
+        seed(batch)
 
     def train(self, parts: list[Batch]) -> float:
         """Train one step on this rank's micro-batches; return its loss, of which the mean over the ranks is that of
@@ -113,6 +136,24 @@ class Wrapped:
         """Scale the gradients down to a norm of at most ``limit``; return the norm that they had."""
         return whole(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
 
+    def evaluate(self) -> tuple[float, list[int]]:
+        """Return this rank's share of the loss on held-out batches (the mean over the ranks is that of all tokens), and
+        greedy tokens, the same on every rank."""
+        part = held_out(self.run, 0 if self.same_batch else self.run.rank)
+        with evaluating(self.module):
+            loss = self.module(**on(self.run.device, part), use_cache=False).loss.item()
+            tokens, _ = greedy(self.module, on(self.run.device, self.prompts()))
+        return loss * self.weight(part), tokens
+
+    def weight(self, part: Batch) -> float:
+        """Return the number of this rank's tokens, relative to the mean of all ranks."""
+        if self.same_batch:
+            return 1.0
+        return counted(part) * self.run.world_size / sum(map(sum, gather(self.run, [counted(part)])))
+
+    def prompts(self) -> Batch:
+        return prompts(self.run)
+
     def tensors(self) -> Tensors:
         """Return full copies of all parameters on the CPU, on every rank, named as in the unwrapped model."""
         return dict(self.each())
@@ -131,6 +172,21 @@ class Wrapped:
 
     def load(self, folder: Path) -> None:
         self.inner.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+
+    def save_training(self, folder: Path) -> None:
+        """Save what is needed to go on; each rank its own part of the optimizer's state."""
+        self.save(folder)
+        schedule = None if self.schedule is None else self.schedule.state_dict()
+        torch.save([self.optimizer.state_dict(), schedule], folder / f"training-{self.run.rank}.pt")
+
+    def load_training(self, folder: Path, states: bool = True) -> None:
+        """Load it; without ``states`` the optimizer begins anew."""
+        self.load(folder)
+        optimizer, schedule = torch.load(folder / f"training-{self.run.rank}.pt", **UNSAFE)
+        if states:
+            self.optimizer.load_state_dict(optimizer)
+        if schedule is not None:
+            self.schedule.load_state_dict(schedule)
 
     def zeroing(self) -> list[tuple[Any, str]]:
         """Return the methods (owner, name) that zero gradients after a step; for fault injection."""
@@ -433,6 +489,12 @@ class Zero(Wrapped):
     def load(self, folder: Path) -> None:
         self.module.load_checkpoint(str(folder))
 
+    def save_training(self, folder: Path) -> None:
+        self.save(folder)  # optimizer and scheduler, too
+
+    def load_training(self, folder: Path, states: bool = True) -> None:
+        self.module.load_checkpoint(str(folder), load_optimizer_states=states)
+
 
 STRATEGIES: dict[str, type[Wrapped]] = {
     "ddp": Ddp,
@@ -452,6 +514,22 @@ def wrap(
     ``weights`` initializes parameters on meta (repro_kit.models.drawable), unit by unit as they are sharded.
     """
     return STRATEGIES[run.strategy["slug"]](run, model, lr, weights, recipe)
+
+
+def resumed(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped], states: bool = True) -> Wrapped:
+    """Save a training, wrap a model anew with ``fresh``, and load the training into it; ``states``: of the optimizer,
+    too."""
+    folder = run.work_dir / "resume"
+    if run.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    trained.save_training(folder)
+    dist.barrier()
+    again = fresh()
+    again.load_training(folder, states)
+    again.norms = trained.norms
+    return again
 
 
 def each_step(run: Run) -> Iterator[int]:

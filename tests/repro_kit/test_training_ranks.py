@@ -50,12 +50,22 @@ def measured(
 
 
 # What the flags of a real training add: each alone and with its faults, and all together.
-RECIPES: dict[str, Any] = {
-    "optimizer": "adamw",
-    "accumulation": 2,
-    "clip": 0.5,
-    "schedule": "linear",
+RECIPES: dict[str, Json] = {
+    "optimizer": {"optimizer": "adamw"},
+    "accumulation": {"accumulation": 2},
+    "clip": {"clip": 0.5},
+    "schedule": {"schedule": "linear"},
+    "dropout": {"dropout": 0.1},
+    "autocast": {"autocast": "bfloat16"},
+    "resume": {"resume": True, "optimizer": "adamw", "schedule": "linear"},
+    "evaluation": {"evaluation": True},
 }
+FOUND_BY = {  # by the updates, if not here
+    "stale_evaluation": "evaluation",
+    "own_evaluation": "evaluation",
+    "unmasked_prompt": "generation",
+}
+LATE = ("keep_gradients", *FOUND_BY)  # their first step is as it should be
 
 
 @pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
@@ -75,19 +85,20 @@ def test_injected_fault_fails_in_every_strategy(
         pytest.skip("needs deepspeed")
     from repro_kit.fault_injection import CANNOT_BE, OF_FLAGS, SABOTAGES
 
-    trainings: dict[str, Json] = {"none": {}, "all flags": RECIPES}
-    trainings |= {flag: {flag: value} for flag, value in RECIPES.items()}
+    real = {**RECIPES["accumulation"], **RECIPES["clip"], **RECIPES["resume"]}
+    trainings: dict[str, Json] = {"none": {}, "real": real, **RECIPES}
     trainings |= {name: {"sabotage": name} for name in SABOTAGES}
     trainings |= {
-        name: {flag: RECIPES[flag], "sabotage": name} for name, (_, _, flag) in OF_FLAGS.items()
+        name: {**RECIPES[flag], "sabotage": name} for name, (_, _, flag) in OF_FLAGS.items()
     }
+    trainings["no reduction, autocast"] = {**RECIPES["autocast"], "sabotage": "skip_all_reduce"}
     imports = ["deepspeed"] if strategies[0].startswith("zero") else ["accelerate", "peft"]
     asked = {"strategies": strategies, "trainings": trainings}
     ranks = measured(warm, tmp_path, "proofs_ranks.py", *imports, **asked)
     for strategy in strategies:
         cannot = CANNOT_BE.get(strategy, ())
         for name, flags in trainings.items():
-            if strategy == "tp" and name in cannot:
+            if strategy == "tp" and (name in cannot or "dropout" in flags):
                 continue
             found = together([seen(facts[f"{strategy}/{name}"]["checks"]) for facts in ranks])
             what = (strategy, name, found)
@@ -99,8 +110,8 @@ def test_injected_fault_fails_in_every_strategy(
             assert found["steps"] == "passed", what  # it ran to its end
             # Where the first step is as it should be, only what is looked at after the last one
             # can show it.
-            late = {**SABOTAGES, **OF_FLAGS}[name][1] > 0 or name == "keep_gradients"
-            assert found["updates"] == "failed", what
+            assert found[FOUND_BY.get(name, "updates")] == "failed", what
+            late = {**SABOTAGES, **OF_FLAGS}[flags["sabotage"]][1] > 0 or name in LATE
             assert (found["gradient"] == "passed") == late, what
             if name != "last_part_only":  # the first part's gradient is zero, on every rank
                 assert (found["batches"] == "failed") == (name == "same_data"), what
