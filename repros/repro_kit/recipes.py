@@ -42,8 +42,8 @@ class Recipe:
         made = cls(**{name: run.flags[name] for name in cls.__dataclass_fields__})
         if made.dropout and run.device_kind != "cpu":
             raise ValueError("dropout: the reference on the CPU cannot draw the masks of a GPU")
-        if run.model["scale"] == "full" and (made.clip or made.optimizer != "sgd"):
-            raise ValueError("the memory plan of full-size models knows plain SGD only: no clip, no other optimizer")
+        if run.model["scale"] == "full" and not made.plain:
+            raise ValueError(f"the memory plan of full-size models knows plain SGD only, not {made}")
         return made
 
     @property
