@@ -30,6 +30,7 @@ from bench.silent_errors import PACKAGES, run
 
 PLACES = RESULTS / "places.json"
 NOISE = 2
+STEPS = 20  # of each side: a script may train a reference of its own first
 Json = dict[str, Any]
 
 
@@ -60,8 +61,8 @@ def _changes(fix: Row, bad: Row) -> int:
     )
 
 
-def _preference(row: Row) -> tuple[bool, float]:
-    return row.stack.name == "current", row.started
+def _preference(row: Row) -> tuple[bool, bool, float]:
+    return row.stack.name == "current", not row.overrides, row.started
 
 
 def job(row: Row, name: str, folder: Path, noise: int = 0) -> Json:
@@ -84,7 +85,7 @@ def job(row: Row, name: str, folder: Path, noise: int = 0) -> Json:
         "script": str(ROOT / words[at]),
         "args": words[at + 1 :],
         "ranks": row.ranks,
-        "env": {"DS_ACCELERATOR": "cpu", **env},
+        "env": {"DS_ACCELERATOR": "cpu", "REPRO_TRACE_STEPS": str(STEPS), **env},
         "trace": str(folder / name),
     }
 

@@ -39,6 +39,7 @@ def run(job: dict, rank: int, port: int) -> None:
 
     reason = "exit"
     try:
+        sys.path.insert(0, str(Path(job["script"]).parent))
         if Path(job["script"]).parent.name != "repros":
             tracer.install(job["trace"], rank, job["ranks"])
         sys.argv = [job["script"], *job["args"]]

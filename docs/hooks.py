@@ -155,7 +155,7 @@ def failures() -> str:
     """Return a table of known failures: releases, fixes that work, and advice that does not help."""
     from repro_matrix.baseline.claims import ledger
     from repro_matrix.config import catalog
-    from repro_matrix.paths import BASELINE
+    from repro_matrix.paths import BASELINE, RESULTS
     from repro_matrix.report.load import load_results
     from repro_matrix.results.summary import load_rows
 
@@ -164,8 +164,19 @@ def failures() -> str:
     for claim in ledger(cases.values(), load_rows(BASELINE)):
         if claim.status == "refuted":
             refuted.setdefault(claim.case, []).append(f"{claim.text} ({claim.source or 'no source'})")
+    places = json.loads((RESULTS / "places.json").read_text(encoding="utf-8"))
     found = {status.case: status for status in load_results([BASELINE]).headline.cases}
-    parts = ["# Known failures", "Generated from the published results. `repro show CASE` has the evidence of each line."]
+    current = {slug: status for slug, status in found.items() if slug in cases and status.state == "reproduces"}
+    unreported = [slug for slug in current if cases[slug].unreported]
+    parts = [
+        "# Known failures",
+        "Generated from the published results. `repro show CASE` has the evidence of each line. The place is the first "
+        "difference that `repro compare` finds between the failure and a fix (`python -m bench.places`).",
+        "## Not reported upstream",
+        "These reproduce on the newest stack, and a search found no open report. `repro export CASE` writes the script and "
+        "the text of an issue.\n\n"
+        + "\n".join(f"- `{slug}`: {current[slug].title} (searched {cases[slug].unreported})" for slug in unreported),
+    ]
     for title, shown in (
         ("Silent failures that reproduce", lambda status: status.silent and status.state == "reproduces"),
         ("Loud failures that reproduce", lambda status: not status.silent and status.state == "reproduces"),
@@ -174,13 +185,22 @@ def failures() -> str:
         lines = [
             f"| {cell(status.title)}<br>`{slug}` {', '.join(cases[slug].references[:2])} | {status.area} "
             f"| {cell(status.releases.reproduces or status.detail)} | {cell(', '.join(status.fixes))} "
-            f"| {cell('<br>'.join(refuted.get(slug, [])))} |"
+            f"| {cell('<br>'.join(refuted.get(slug, [])))} | {cell(place(places.get(slug)))} |"
             for slug, status in found.items()
             if slug in cases and shown(status)
         ]
-        table = "| failure | area | reproduces in | fixes that work | refuted advice |\n|---|---|---|---|---|\n"
+        table = (
+            "| failure | area | reproduces in | fixes that work | refuted advice | place |\n|---|---|---|---|---|---|\n"
+        )
         parts.append(f"## {title}\n\n{table}" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def place(stored: dict[str, Any] | None) -> str:
+    """Return where a comparison found the failure, without what it adds in detail."""
+    if not stored or stored["location"]["verdict"] != "differs":
+        return ""
+    return stored["sentence"].partition("; everything before agrees")[0]
 
 
 def settings() -> str:

@@ -7,9 +7,10 @@ from repro_kit.bf16_matmul import products_in_float32
 from repro_kit.fault_injection import sabotaged
 from repro_kit.instrumentation import adapters, checkpointing, precision
 from repro_kit.lora_training import checkpoint, lora_to_draw
-from repro_kit.models import batch, drawable
-from repro_kit.reference_checks import RATES, Reference, check_checkpoint
-from repro_kit.strategies import STRATEGIES, each_step, wrap
+from repro_kit.models import drawable
+from repro_kit.recipes import Recipe
+from repro_kit.reference_checks import Reference, check_checkpoint
+from repro_kit.strategies import STRATEGIES, Wrapped, each_step, resumed, wrap
 from repro_kit.weights import Weights
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 def made(run: Run, dtype: torch.dtype, seed: int | None = None) -> tuple[nn.Module, Weights]:
     """Return the model without memory, and its Weights."""
-    model, weights = drawable(run, dtype, seed, source=run.drawing_device)
+    model, weights = drawable(run, dtype, seed, source=run.drawing_device, **Recipe.of(run).config(run))
     if run.flags["lora"]:
         model = lora_to_draw(run, model, weights)
     if run.flags["checkpointing"]:
@@ -29,29 +30,34 @@ def made(run: Run, dtype: torch.dtype, seed: int | None = None) -> tuple[nn.Modu
 def body(run: Run) -> None:
     dtype = getattr(torch, run.flags["dtype"])
     products_in_float32(run, dtype)
+    recipe, fault = Recipe.of(run), run.flags["sabotage"]
     model, weights = made(run, dtype)
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
-    reference = Reference(run, model, same_batch, weights=weights)
-    precision(run, model, "dtype")
+    reference = Reference(run, model, same_batch, make_batch=recipe.whole, weights=weights, recipe=recipe)
+    precision(run, model, "autocast" if recipe.autocast else "dtype")
     checkpointing(run, model, run.flags["checkpointing"])
     if run.flags["lora"]:
         adapters(run, model)
-    trained = wrap(run, model, RATES[dtype], weights)  # each rank's part, initialized unit by unit
+    rate = recipe.rate(dtype)
+    trained = wrap(run, model, rate, weights, recipe)  # each rank's part, initialized unit by unit
+
+    def fresh() -> Wrapped:
+        other, others = made(run, dtype, seed=run.seed + 1)
+        return wrap(run, other, rate, others, recipe)
+
     reference.begin(trained.each())
     losses = []
     for step in each_step(run):
-        inputs = batch(run, 0 if same_batch else run.rank, step)
-        if run.flags["sabotage"] == "none":
-            loss = trained.loss(inputs)
-            trained.step(loss)
-            losses.append(loss.item())
-        else:
-            losses.append(sabotaged(run, trained, inputs, step, run.flags["sabotage"]))
+        if run.flags["resume"] and step == run.steps // 2:
+            trained = resumed(run, trained, fresh, states=fault != "forget_states")
+        parts = recipe.parts(run, 0 if same_batch else run.rank, step)
+        losses.append(trained.train(parts) if fault == "none" else sabotaged(run, trained, parts, step, fault))
         if step == 0:
             reference.check_first(run, trained.each())
-    reference.check(run, losses=losses, last=trained.each())
-    other, others = made(run, dtype, seed=run.seed + 1)
-    check_checkpoint(run, trained, lambda: wrap(run, other, RATES[dtype], others))
+    reference.check(run, losses=losses, norms=trained.norms, last=trained.each())
+    if recipe.evaluation:
+        reference.check_evaluation(run, *trained.evaluate())
+    check_checkpoint(run, trained, fresh)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Each strategy trains honestly
-and with every injected fault, all in one pair of ranks; the record's facts contain the checks."""
+"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Each strategy trains with every
+recipe that is asked for, honestly and with injected faults, all in one pair of ranks; the record's
+facts contain the checks."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "repros"))
@@ -13,9 +15,8 @@ sys.path.insert(0, str(ROOT / "repros"))
 from repro_kit import Run, main
 from repro_kit import fault_injection as sabotage
 from repro_kit import reference_checks as pass_criteria
-from repro_kit.fault_injection import CANNOT_BE, SABOTAGES
+from repro_kit.fault_injection import CANNOT_BE
 from repro_kit.record import Record
-from repro_kit.weights import Weights
 
 import torch
 import train_step
@@ -25,14 +26,14 @@ Reference = pass_criteria.Reference
 made: dict[str, Reference] = {}
 
 
-def once(run: Run, model: torch.nn.Module, same_batch: bool, weights: Weights) -> Reference:
+def once(run: Run, model: torch.nn.Module, same_batch: bool, **more: Any) -> Reference:
     """The reference is the same whatever is then done to the training: made once, and watching each
     new model."""
-    key = f"{next(model.parameters()).dtype} {same_batch}"
+    key = f"{next(model.parameters()).dtype} {same_batch} {more['recipe']}"
     if key not in made:
-        work = run.work_dir / key
+        work = run.work_dir / f"reference-{len(made)}"
         run.work_dir, kept = work, run.work_dir
-        made[key] = Reference(run, model, same_batch, weights=weights)
+        made[key] = Reference(run, model, same_batch, **more)
         run.work_dir = kept
     made[key].watch(model)
     return made[key]
@@ -48,25 +49,22 @@ def body(run: Run) -> None:
         strategy = yaml.safe_load(
             (ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8")
         )
-        for dtype in asked.get("dtypes", ["float32"]):
-            for wrong in asked.get("sabotages", ["none", *SABOTAGES]):
-                if slug == "tp" and wrong in CANNOT_BE["tp"]:
-                    continue
-                checkpoint = train_step.check_checkpoint
-                if wrong != "none":  # it is seen before, and an honest run proves the checkpoint
-                    train_step.check_checkpoint = lambda *_: None
-                flags = {**run.flags, "sabotage": wrong, "dtype": dtype}
-                settings = {**run.settings, "strategy": strategy, "flags": flags}
-                record = Record(None, run.rank, run.world_size)
-                started = time.process_time()
-                try:
-                    train_step.body(Run(settings, record))
-                finally:
-                    train_step.check_checkpoint = checkpoint
-                took = round(time.process_time() - started, 2)
-                run.fact(
-                    f"{slug}/{dtype}/{wrong}", {"checks": record.data["checks"], "cpu_s": took}
-                )
+        for key, changed in asked["trainings"].items():  # a name -> flags of the case
+            wrong = changed.get("sabotage", "none")
+            if slug == "tp" and (wrong in CANNOT_BE["tp"] or "dropout" in changed):
+                continue
+            checkpoint = train_step.check_checkpoint
+            if wrong != "none":  # it is seen before, and an honest run proves the checkpoint
+                train_step.check_checkpoint = lambda *_: None
+            settings = {**run.settings, "strategy": strategy, "flags": {**run.flags, **changed}}
+            record = Record(None, run.rank, run.world_size)
+            started = time.process_time()
+            try:
+                train_step.body(Run(settings, record))
+            finally:
+                train_step.check_checkpoint = checkpoint
+            took = round(time.process_time() - started, 2)
+            run.fact(f"{slug}/{key}", {"checks": record.data["checks"], "cpu_s": took})
 
 
 main(body)

@@ -5,16 +5,19 @@ tests/repro_kit injects all of them in every strategy; ``repro run train-step fl
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from typing import Any, Iterator
+import math
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Callable, Iterator
 
+from repro_kit.recipes import ADAMW, PLAIN, Batch, prompts, seed, within
 from repro_kit.run import Run
-from repro_kit.strategies import Wrapped
+from repro_kit.strategies import Wrapped, Zero
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-# Fault -> the first step that has it (0: the first step).
+# Fault -> what is wrong, and the first step that has it (0: the first step).
 SABOTAGES = {
     "skip_all_reduce": ("the gradients' reduction between ranks is left out", 0),
     "late_skip": ("... from the second step on", 1),
@@ -29,55 +32,185 @@ SABOTAGES = {
     "same_data": ("every rank takes the first rank's batch: one sampler seed, one RNG", 0),
     "late_rate": ("the scheduler is one step off: the last step's learning rate is 0.9 times what it should be", 1),
 }
+# The same for faults in what a flag adds, with the flag.
+OF_FLAGS = {
+    "decay_twice": ("weight decay is applied twice", 0, "optimizer"),
+    "no_decay": ("weight decay is left out", 0, "optimizer"),
+    "decay_all": ("norms and biases decay, too", 0, "optimizer"),
+    "lose_state": ("the last rank's optimizer state is lost after the first step", 1, "optimizer"),
+    "mean_of_means": ("each micro-batch counts the same, whatever its number of tokens", 0, "accumulation"),
+    "own_tokens": ("each rank divides by its own number of tokens", 0, "accumulation"),
+    "last_part_only": ("gradients are zeroed between micro-batches", 0, "accumulation"),
+    "step_each_part": ("every micro-batch is a step of the optimizer", 0, "accumulation"),
+    "unreduced_part": ("the gradients of the first micro-batch are not reduced", 0, "accumulation"),
+    "own_norm": ("each rank clips by the norm of its own part of the gradients", 0, "clip"),
+    "no_clip": ("gradients are not clipped", 0, "clip"),
+    "step_per_rank": ("the scheduler steps once for each rank", 1, "schedule"),
+    "same_masks": ("every rank drops the same", 0, "dropout"),
+    "stay_in_eval": ("train() is forgotten after an evaluation", 1, "dropout"),
+    "forget_states": ("the optimizer's state is not loaded", 1, "resume"),
+    "same_batches": ("the batches begin again after the resume", 1, "resume"),
+    "stale_evaluation": ("the evaluation has the weights before the last step", 1, "evaluation"),
+    "own_evaluation": ("the evaluation is the mean of the ranks' means", 0, "evaluation"),
+    "unmasked_prompt": ("generation sees the padding", 0, "evaluation"),
+}
 SCALE = 1.0001
 # Faults that cannot occur in a strategy. With tensor parallelism the ranks share one batch: no rank has tokens of its
 # own, or another rank's data. DeepSpeed's step drops the partitioned gradients itself, so zero_grad has no effect.
+# DDP's ranks have whole gradients.
 CANNOT_BE = {
-    "tp": ("unequal_tokens", "same_data"),
+    "ddp": ("own_norm",),
+    "tp": ("unequal_tokens", "same_data", "own_tokens", "same_masks", "stay_in_eval", "own_evaluation"),
     "zero2": ("keep_gradients",),
     "zero3": ("keep_gradients",),
 }
 
 
-def sabotaged(run: Run, trained: Wrapped, inputs: dict[str, torch.Tensor], step: int, sabotage: str) -> float:
+def sabotaged(run: Run, trained: Wrapped, parts: list[Batch], step: int, sabotage: str) -> float:
     """Run one training step, with the fault ``sabotage`` if it applies to this step."""
+    for flag in OF_FLAGS.get(sabotage, ())[2:]:
+        if run.flags[flag] == getattr(PLAIN, flag, False):
+            raise ValueError(f"sabotage={sabotage} does nothing without the flag {flag}")
+    if step < {**SABOTAGES, **OF_FLAGS}[sabotage][1]:
+        return trained.train(parts)
     last = run.rank == run.world_size - 1
-    if step < SABOTAGES[sabotage][1]:
-        loss = trained.loss(inputs)
-        trained.step(loss)
-        return loss.item()
     if sabotage == "same_data":
-        from repro_kit.models import batch
-
-        inputs = batch(run, 0, step)
+        parts = trained.recipe.parts(run, 0, step)
+    elif sabotage == "same_batches" and step >= run.steps // 2:
+        parts = trained.recipe.parts(run, 0 if trained.same_batch else run.rank, step - run.steps // 2)
     elif sabotage == "lose_microbatch" and (last or trained.same_batch):
-        inputs = {name: value[:1] for name, value in inputs.items()}
+        parts = [{name: value[:1] for name, value in part.items()} for part in parts]
     elif sabotage == "unequal_tokens" and last:
-        labels = inputs["labels"].clone()
-        labels[:, labels.shape[1] // 2 :] = -100
-        inputs = {**inputs, "labels": labels}
-    skip = sabotage in ("skip_all_reduce", "late_skip")
-    # DDP's no_sync must already be on during the forward; in tp the reductions of the forward stay.
-    with trained.unreduced() if skip and trained.unreduced_in_forward else nullcontext():
-        loss = trained.loss(inputs)
+        parts = [{**part, "labels": half_ignored(part["labels"])} for part in parts]
+    with around(run, trained, sabotage, last, step):
+        return trained.train(parts)
+
+
+def around(run: Run, trained: Wrapped, sabotage: str, last: bool, step: int) -> AbstractContextManager[Any]:
+    """Return the context of a step that does something wrong."""
     factor = {
         "scale_gradient": SCALE if last else 1.0,
         "late_scale": SCALE if last else 1.0,
         "divide_by_ranks": 1 / run.world_size,
         "multiply_accumulation": 2.0,
-    }.get(sabotage, 1.0)
-    around: Any = nullcontext()
-    if skip:
-        around = trained.unreduced()
-    elif sabotage == "keep_gradients":
-        around = without(*trained.zeroing())
-    elif sabotage == "skip_step":
-        around = rate(trained, 0.0)
-    elif sabotage == "late_rate":
-        around = rate(trained, 0.9)
-    with around:
-        trained.step(loss * factor)
-    return loss.item()
+    }.get(sabotage)
+    if factor is not None:
+        return replaced((trained, "backward", lambda loss, real=trained.backward: real(loss * factor)))
+    if sabotage in ("skip_all_reduce", "late_skip"):
+        # DDP's no_sync must already be on during the forward; in tp the reductions of the forward stay.
+        if trained.unreduced_in_forward:
+            return trained.unreduced()
+        return replaced((trained, "backward", within(trained.unreduced, trained.backward)))
+    decay = ADAMW["weight_decay"]
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "keep_gradients": lambda: without(*trained.zeroing()),
+        "skip_step": lambda: setting(trained, lr=lambda value: 0.0),
+        "late_rate": lambda: setting(trained, lr=lambda value: 0.9 * value),
+        "decay_twice": lambda: setting(trained, weight_decay=lambda value: 2 * value),
+        "no_decay": lambda: setting(trained, weight_decay=lambda value: 0.0),
+        "decay_all": lambda: setting(trained, weight_decay=lambda value: decay),
+        "mean_of_means": lambda: replaced((trained, "shares", lambda parts: [1 / len(parts)] * len(parts))),
+        "own_tokens": lambda: replaced((trained, "same_batch", True)),  # as if no other rank had tokens
+        "last_part_only": lambda: last_part_only(trained),
+        "step_each_part": lambda: step_each_part(trained),
+        "unreduced_part": lambda: unreduced_part(trained),
+        "own_norm": lambda: replaced((*clipping(trained), within(reductions_left_out, getattr(*clipping(trained))))),
+        "no_clip": lambda: no_clip(trained),
+        "same_masks": lambda: replaced((trained, "seed", lambda _: seed(trained.recipe.parts(run, 0, step)[0]))),
+    }
+    if sabotage == "lose_state" and last:
+        getattr(trained.optimizer, "optimizer", trained.optimizer).state.clear()  # DeepSpeed's has torch's inside
+    elif sabotage == "step_per_rank":
+        for _ in range(run.world_size - 1):
+            trained.schedule.step()
+    elif sabotage == "stay_in_eval":
+        trained.module.eval()
+    elif sabotage == "stale_evaluation":
+        found = trained.evaluate()
+        trained.evaluate = lambda: found  # type: ignore[method-assign]
+    elif sabotage == "own_evaluation":
+        trained.weight = lambda part: 1.0  # type: ignore[method-assign]
+    elif sabotage == "unmasked_prompt":
+        trained.prompts = lambda: unmasked(run)  # type: ignore[method-assign]
+    return ways[sabotage]() if sabotage in ways else nullcontext()
+
+
+# --- faults that need more than a line
+
+
+def clipping(trained: Wrapped) -> tuple[Any, str]:
+    """Return the method (owner, name) in which the strategy clips."""
+    return (trained.module, "step") if isinstance(trained, Zero) else (trained, "clip")
+
+
+def no_clip(trained: Wrapped) -> AbstractContextManager[Any]:
+    if isinstance(trained, Zero):
+        return replaced((trained.optimizer, "clip_grad", 0.0))
+    return replaced((trained, "clip", lambda limit, real=trained.clip: real(math.inf)))
+
+
+def last_part_only(trained: Wrapped) -> AbstractContextManager[Any]:
+    left, real = iter(range(trained.recipe.accumulation)[::-1]), trained.backward
+    return replaced((trained, "backward", lambda loss: real(loss * 0 if next(left) else loss)))
+
+
+def step_each_part(trained: Wrapped) -> AbstractContextManager[Any]:
+    if isinstance(trained, Zero):
+        return replaced((trained.module, "_is_gradient_accumulation_boundary", True))
+    left, real, synchronized = iter(range(trained.recipe.accumulation)[::-1]), trained.backward, trained.synchronized
+
+    def backward(loss: torch.Tensor) -> None:
+        real(loss)
+        if next(left):
+            trained.update()
+
+    return replaced((trained, "backward", backward), (trained, "synchronized", lambda last: synchronized(True)))
+
+
+@contextmanager
+def unreduced_part(trained: Wrapped) -> Iterator[None]:
+    number, real, synchronized = iter(range(trained.recipe.accumulation)), trained.backward, trained.synchronized
+    if not trained.unreduced_in_forward:  # the reduction is Python, and can be left out in one backward
+
+        def backward(loss: torch.Tensor) -> None:
+            with nullcontext() if next(number) else trained.unreduced():
+                real(loss)
+
+        with replaced((trained, "backward", backward), (trained, "synchronized", lambda last: synchronized(True))):
+            yield
+        return
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def keeping(loss: torch.Tensor) -> None:
+        real(loss)
+        if not next(number):
+            for parameter in trained.module.parameters():
+                if parameter.grad is not None:
+                    kept.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def update(real: Callable[[], None] = trained.update) -> None:
+        for parameter, gradient in kept:
+            assert parameter.grad is not None
+            parameter.grad.add_(gradient)
+        real()
+
+    with replaced((trained, "backward", keeping), (trained, "update", update)):
+        yield
+
+
+def half_ignored(labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    labels[:, labels.shape[1] // 2 :] = -100
+    return labels
+
+
+def unmasked(run: Run) -> Batch:
+    made = prompts(run)
+    return {**made, "attention_mask": torch.ones_like(made["attention_mask"])}
+
+
+# --- tools
 
 
 @contextmanager
@@ -88,17 +221,17 @@ def without(*calls: tuple[Any, str]) -> Iterator[None]:
 
 
 @contextmanager
-def rate(trained: Wrapped, factor: float) -> Iterator[None]:
-    """Multiply the optimizer's learning rate by ``factor``; 0 skips the update."""
+def setting(trained: Wrapped, **changes: Callable[[float], float]) -> Iterator[None]:
+    """Change settings of the optimizer's groups by name, each by a function of its value."""
     groups = trained.optimizer.param_groups
-    kept = [group["lr"] for group in groups]
+    kept = [dict(group) for group in groups]
     for group in groups:
-        group["lr"] *= factor
+        group.update({name: change(group[name]) for name, change in changes.items()})
     try:
         yield
     finally:
-        for group, value in zip(groups, kept):
-            group["lr"] = value
+        for group, values in zip(groups, kept):
+            group.update({name: values[name] for name in changes})
 
 
 @contextmanager

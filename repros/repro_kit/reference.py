@@ -23,6 +23,7 @@ from typing import Any, Callable, Iterator, Mapping, Optional
 from repro_kit import cache_key as depends
 from repro_kit import tracing
 from repro_kit.norms import digest, norm
+from repro_kit.recipes import PLAIN, Alone, Recipe, evaluated
 from repro_kit.reference_cache import Common, short
 from repro_kit.run import Run
 from repro_kit.single_process import Perturbed, Seen, Start, train_alone, unit
@@ -48,9 +49,12 @@ class Runs:
         lr: float,
         make_batch: Batch,
         computes_in: Optional[torch.dtype],
+        recipe: Recipe = PLAIN,
     ) -> None:
+        self.recipe = recipe
         self.run, self.start, self.ranks, self.lr = run, start, ranks, lr
         self.make_batch, self.computes_in = make_batch, computes_in
+        self.norms: list[float] = []  # of the last training's gradients, where they are clipped
         self._found: dict[str, Any] = {}
         self._wait_s = float(run.settings.get("limit_s") or WAIT_S)
         alone = run.world_size == 1
@@ -69,7 +73,7 @@ class Runs:
             self._plain()
             for seed, name in enumerate(tracing.NOISE if tracing.active() else (), 1):
                 tracing.side(name, seed)
-                train_alone(self.start, self._loss, run.steps, lr, lambda steps, model: None, self.on_disk)
+                self._train(self.start, lambda steps, model: None)
         if run.rank == helpers - 1:
             tracing.side("perturbed")
             self._perturbed()
@@ -79,14 +83,15 @@ class Runs:
     # --- results
 
     def truth(self) -> dict[str, Any]:
-        """Return the plain run: ``losses`` by step, ``start`` (a digest), and for each tensor the norms of its initial
-        ``values`` and of its movement by the ``first`` and until the ``last`` step.
+        """Return the plain run: ``losses`` and ``norms`` of clipped gradients by step, ``start`` (a digest), and for
+        each tensor the norms of its initial ``values`` and of its movement by the ``first`` and until the ``last``
+        step.
         """
         return self._take("truth")
 
     def noise(self) -> dict[str, Any]:
-        """Return how far the perturbed run is from the plain one: ``losses`` by step, ``first`` and ``last`` by
-        tensor."""
+        """Return how far the perturbed run is from the plain one: ``losses`` and ``norms`` by step, ``first`` and
+        ``last`` by tensor."""
         return self._take("noise")
 
     def after(self, when: str) -> Mapping[str, torch.Tensor]:
@@ -102,6 +107,8 @@ class Runs:
         def after(steps: int, model: Seen) -> None:
             if steps == 0:
                 found["start"] = digest(model.named_parameters())
+            if steps == self.run.steps and self.recipe.evaluation:
+                found.update(self._evaluated(model))
             for when in self._moments(steps):
                 shelf, found[when] = Writer(self.folder / when), {}
                 for name, parameter in model.named_parameters():
@@ -112,7 +119,8 @@ class Runs:
                     found["values"][name] = unit(parameter.dtype) / 4 * norm(parameter)
                 shelf.close()
 
-        found["losses"] = train_alone(self.start, self._loss, self.run.steps, self.lr, after, self.on_disk)
+        found["losses"] = self._train(self.start, after)
+        found["norms"] = self.norms
         self._leave(self.folder / "truth", {"last": found["first"], **found})
 
     def _perturbed(self) -> None:
@@ -120,6 +128,8 @@ class Runs:
         found: dict[str, Any] = {}
 
         def after(steps: int, model: Seen) -> None:
+            if steps == self.run.steps and self.recipe.evaluation:
+                found.update(self._evaluated(model))
             for when in self._moments(steps):
                 plain = self.after(when)
                 found[when] = {
@@ -129,11 +139,37 @@ class Runs:
                     for name, parameter in model.named_parameters()
                 }
 
-        losses = train_alone(off, self._loss, self.run.steps, self.lr, after, self.on_disk)
-        found["losses"] = [abs(one - other) for one, other in zip(self.truth()["losses"], losses)]
+        losses = self._train(off, after, exact=False)
+        found["losses"] = apart(self.truth()["losses"], losses)
+        found["norms"] = apart(self.truth()["norms"], self.norms)
         self._leave(self.folder / "noise", {"last": found["first"], **found})
 
+    def _train(self, start: Start, after: Callable[[int, Seen], None], exact: bool = True) -> list[float]:
+        alone: Optional[Callable[[nn.Module], Alone]] = None
+        if not self.recipe.plain:
+            if self.on_disk is not None:
+                raise ValueError(f"with its weights on disk the reference trains plain SGD only, not {self.recipe}")
+
+            def alone(model: nn.Module) -> Alone:
+                # A trace sees torch's function only.
+                made = Alone(self.recipe, self.run, model, self.lr, exact and not tracing.active())
+                self.norms = made.norms
+                return made
+
+        return train_alone(start, self._loss, self.run.steps, self.lr, after, self.on_disk, alone)
+
+    def _evaluated(self, model: Any) -> dict[str, Any]:
+        device = next(model.parameters()).device
+        with self.recipe.forward(device):
+            return evaluated(self.run, model, self.ranks, device)
+
     def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        with self.recipe.forward(next(model.parameters()).device):
+            return self._batch_loss(model, step)
+
+    def _batch_loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        if self.recipe.dropout:
+            return self.recipe.loss(self.run, model, self.ranks, step)
         parts = [self.make_batch(self.run, rank, step) for rank in range(self.ranks)]
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         device = next(model.parameters()).device
@@ -165,7 +201,7 @@ class Runs:
         batches = {(rank, step): self.make_batch(self.run, rank, step) for rank in range(self.ranks) for step in steps}
         return depends.key_of(
             self.run, model, self.start, batches=depends.batches(batches), steps=self.run.steps, lr=self.lr,
-            computes_in=str(self.computes_in), where=str(self.run.settings.get("reference")),
+            computes_in=str(self.computes_in), recipe=str(self.recipe), where=str(self.run.settings.get("reference")),
         )  # fmt: skip
 
     def _share(self) -> None:
@@ -200,6 +236,10 @@ class Runs:
                 raise TimeoutError(f"no rank left {path.name} of the reference in {path.parent}: {self._wait_s:.0f} s")
             time.sleep(0.005)
         return path
+
+
+def apart(expected: list[float], actual: list[float]) -> list[float]:
+    return [abs(one - other) for one, other in zip(expected, actual)]
 
 
 def signed(what: dict[str, Any]) -> str:

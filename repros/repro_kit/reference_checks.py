@@ -7,6 +7,8 @@ parallel (repro_kit/reference.py). Checks:
 ``loss``       each step's loss, averaged over the ranks, equals the reference's
 ``gradient``   the update of the first step equals the reference's
 ``updates``    the update of all steps equals the reference's; finds errors of later steps
+``norms``      those of the gradients that the strategy clips equal the reference's; void where it does not clip
+``evaluation`` the loss of held-out batches after the training, and ``generation``: greedy tokens
 ``batches``    each rank had its own data and its own gradient before the reduction (or all had the same data, where
                ranks share a batch): otherwise a missing reduction would change nothing
 ``start``      every rank began with the parameters of the reference
@@ -30,6 +32,9 @@ from repro_kit.collectives import gather
 from repro_kit.error_reduction import compared, worst
 from repro_kit.models import batch
 from repro_kit.norms import digest, norm, norm_of
+from repro_kit.recipes import LR as LR
+from repro_kit.recipes import PLAIN, Recipe
+from repro_kit.recipes import RATES as RATES
 from repro_kit.reference import Batch, Runs
 from repro_kit.run import Run
 from repro_kit.single_process import Copied, Drawn, Start, Tensors, unit
@@ -40,11 +45,6 @@ from repro_kit.weights import Weights
 import torch
 import torch.distributed as dist
 from torch import nn
-
-# Large enough for an update well above the rounding of the weights, small enough to train.
-LR = 0.1
-RATES = {torch.float32: LR, torch.bfloat16: 1.0}
-
 
 Named = Union[Tensors, Iterable["tuple[str, torch.Tensor]"]]  # by name, all at once or one by one
 
@@ -67,12 +67,14 @@ class Reference:
         make_batch: Batch = batch,
         computes_in: Optional[torch.dtype] = None,
         weights: Optional[Weights] = None,
+        recipe: Recipe = PLAIN,
     ) -> None:
         run.phase("reference")
         self.same_batch = same_batch
         self.dtype = next(model.parameters()).dtype
-        self.computes_in = computes_in
-        self.lr = RATES[self.dtype]
+        self.computes_in = computes_in = computes_in or recipe.computes_in
+        self.recipe = recipe
+        self.lr = recipe.rate(self.dtype)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in model.named_parameters()]
         self.began: Optional[str] = None
@@ -85,7 +87,7 @@ class Reference:
             on_device = run.settings.get("reference") in ("device", "layers")
             start = Drawn(model, weights, run.device if on_device else "cpu")
         together = 1 if same_batch else ranks or run.world_size
-        runs = Runs(run, model, start, together, self.lr, make_batch, computes_in)
+        runs = Runs(run, model, start, together, self.lr, make_batch, computes_in, recipe)
         self.truth, self.noise, self.after = runs.truth, runs.noise, runs.after
         self.watch(model)  # from here on it observes the training
 
@@ -104,14 +106,23 @@ class Reference:
         self._check_moved(run, "gradient", now, "first")
 
     def check(
-        self, run: Run, *, last: Named, first: Optional[Named] = None, losses: Optional[list[float]] = None
+        self,
+        run: Run,
+        *,
+        last: Named,
+        first: Optional[Named] = None,
+        losses: Optional[list[float]] = None,
+        norms: Optional[list[float]] = None,
     ) -> None:
         """Record all checks. ``first`` and ``last``: full parameters by name after these steps, all at once or one by
-        one (first is not needed after ``check_first``); ``losses``: those of this rank.
+        one (first is not needed after ``check_first``); ``losses``: those of this rank; ``norms``: those that the
+        strategy reported before it clipped.
         """
         self.check_batches(run)
         if losses is not None:
             self.check_losses(run, losses)
+        if self.recipe.clip:
+            self.check_norms(run, norms or [])
         truth = self.truth()
         run.check("start", actual=self.began, expected=truth["start"], subject="the parameters before training")
         kind = self.computes_in or self.dtype
@@ -132,6 +143,33 @@ class Reference:
             max(noise, unit(torch.float32) * abs(loss)) for noise, loss in zip(self.noise()["losses"], expected)
         )
         run.check("loss", actual=mean, expected=expected, tolerance=tolerance)
+
+    def check_norms(self, run: Run, norms: list[float]) -> None:
+        """Record ``norms``: the check is void where a step of the reference does not clip."""
+        expected, limit = self.truth()["norms"], self.recipe.clip
+        subject = f"of the gradients; the smallest is {min(expected):.3g}, the limit {limit}"
+        tolerance = FACTOR * max(map(max, self.noise()["norms"], (unit(self.dtype) * norm for norm in expected)))
+        tolerance = tolerance if min(expected) > limit else math.nan
+        run.check("norms", actual=norms, expected=expected, tolerance=tolerance, subject=subject)
+
+    def check_evaluation(self, run: Run, loss: float, tokens: list[int]) -> None:
+        """Record ``evaluation`` and ``generation``: the strategy's loss on held-out batches and its greedy tokens."""
+        truth, other = self.truth(), self.noise()
+        mean = sum(value for (value,) in gather(run, [loss])) / run.world_size
+        expected = truth["evaluation"]
+        tolerance = FACTOR * max(abs(other["evaluation"] - expected), unit(torch.float32) * abs(expected))
+        run.check("evaluation", actual=mean, expected=expected, tolerance=tolerance, subject="of held-out batches")
+        # A token that rounding may change proves nothing, and neither do those after it.
+        alike = next((n for n, (a, b) in enumerate(zip(truth["tokens"], other["tokens"])) if a != b), len(tokens))
+        margins = list(zip(truth["margins"], other["margins"]))[:alike]
+        doubt = FACTOR * max((abs(one - perturbed) for one, perturbed in margins), default=math.inf)
+        count = next((n for n, (margin, _) in enumerate(margins) if margin <= doubt), alike)
+        subject = f"{count} of {len(tokens)} greedy tokens, those that rounding cannot change"
+        if count == 0 and (self.computes_in or self.dtype) != torch.float32:
+            return run.fact("generation", "in low precision, rounding may change each token")
+        exact = 0.0 if count else math.nan  # void
+        same = truth["tokens"][:count]
+        run.check("generation", actual=tokens[:count], expected=same, tolerance=exact, subject=subject)
 
     def check_batches(self, run: Run) -> None:
         if run.world_size == 1:

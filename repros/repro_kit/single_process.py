@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterable, Iterator, Optional, Protocol, Union
 from repro_kit import tracing
 from repro_kit.norms import each_chunk
 from repro_kit.offloaded_model import Streamed
+from repro_kit.recipes import Alone
 from repro_kit.weights import Weights, same_attributes
 
 import torch
@@ -124,8 +125,9 @@ def train_alone(
     lr: float,
     after: Callable[[int, Seen], None],
     on_disk: Optional[Path] = None,
+    alone: Optional[Callable[[nn.Module], Alone]] = None,
 ) -> list[float]:
-    """Train ``steps`` steps of plain SGD from ``start``; return the losses.
+    """Train ``steps`` steps from ``start``, of plain SGD or as ``alone(model)`` does it; return the losses.
 
     ``loss_at(model, step=step)`` computes a step's loss; ``after(n, seen)`` receives the parameters before the first
     step (n = 0) and after each. ``on_disk``: the folder for weights that do not fit in memory.
@@ -133,8 +135,9 @@ def train_alone(
     losses: list[float] = []
     with start.model() if on_disk is None else Streamed(start.bare, start.value, lr, on_disk, start.device) as seen:
         after(0, seen)
+        one = partial(one_step, start, seen, lr) if alone is None else alone(seen).step
         for step in range(steps):
-            losses.append(one_step(start, seen, lr, partial(loss_at, step=step)))
+            losses.append(one(partial(loss_at, step=step)))
             after(step + 1, seen)
     return losses
 

@@ -1,18 +1,36 @@
 """Train in parallel with one of six strategies behind a small interface: ``wrap(run, model, lr)``.
 
 Each class shows in full how its library is used; a script whose case *is* such a use writes it out instead.
-The optimizer is plain SGD: its update is the gradient times the learning rate, which reference_checks.py relies on.
+The optimizer is plain SGD, whose update is the gradient times the learning rate, unless a recipe says otherwise
+(repro_kit/recipes.py).
 """
 
 from __future__ import annotations
 
 import fnmatch
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from repro_kit.collectives import gather
 from repro_kit.instrumentation import watch
+from repro_kit.recipes import (
+    PLAIN,
+    Batch,
+    Recipe,
+    clip_mixed,
+    counted,
+    evaluating,
+    greedy,
+    held_out,
+    on,
+    prompts,
+    seed,
+    whole,
+    within,
+)
 from repro_kit.run import Run
 from repro_kit.weights import Weights
 
@@ -21,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 
 Tensors = dict  # name -> full tensor
+UNSAFE: Any = {"weights_only": False}  # an optimizer's state has more than tensors
 
 
 class Wrapped:
@@ -29,12 +48,19 @@ class Wrapped:
     same_batch = False  # tensor parallelism: all ranks use the same batch
     unreduced_in_forward = False  # whether unreduced() must also cover the forward
 
-    def __init__(self, run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> None:
+    def __init__(
+        self, run: Run, model: nn.Module, lr: float, weights: Weights | None = None, recipe: Recipe = PLAIN
+    ) -> None:
         self.run = run
         self.inner = model
         self.weights = weights
+        self.recipe = recipe
+        self.norms: list[float] = []  # of the gradients in each step, where they are clipped
         self.names = [name for name, _ in model.named_parameters()]
+        if recipe.autocast is not None:  # inside of the wrappers, as accelerate does it
+            model.forward = within(partial(recipe.forward, run.device), model.forward)
         self.module: Any = self.wrap(model)
+        self.schedule: Any = None
         self.optimizer: Any = self.make_optimizer(lr)
         run.fact("wrapped", self.wrapped_type())
         watch(run, self.module)
@@ -49,20 +75,84 @@ class Wrapped:
         return self.weights.fill(module, self.run.device)
 
     def make_optimizer(self, lr: float) -> Any:
-        # foreach=False: the fused loop refuses a mixture of DTensor and plain parameters (tp).
-        return torch.optim.SGD(self.module.parameters(), lr=lr, foreach=False)
+        optimizer = self.recipe.make_optimizer(self.module.named_parameters(), lr)
+        self.schedule = self.recipe.make_schedule(self.run, optimizer)
+        return optimizer
 
     def wrapped_type(self) -> str:
         return type(self.module).__name__
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = {name: value.to(self.run.device) for name, value in batch.items()}
-        return self.module(**inputs, use_cache=False).loss
+        if self.recipe.dropout:
+            self.seed(batch)
+        return self.module(**on(self.run.device, batch), use_cache=False).loss
+
+    def seed(self, batch: Batch) -> None:
+        """Seed the masks of dropout in the forward that follows."""
+        seed(batch)
+
+    def train(self, parts: list[Batch]) -> float:
+        """Train one step on this rank's micro-batches; return its loss, of which the mean over the ranks is that of
+        all tokens."""
+        total = 0.0
+        for number, (part, share) in enumerate(zip(parts, self.shares(parts))):
+            with self.synchronized(number == len(parts) - 1):
+                loss = self.loss(part)
+                loss = loss if share == 1.0 else loss * share
+                self.backward(loss)
+            total += loss.item()
+        self.update()
+        return total
+
+    def shares(self, parts: list[Batch]) -> list[float]:
+        """Return the factor of each micro-batch's mean loss: the strategies average gradients over the ranks."""
+        if len(parts) == 1:
+            return [1.0]
+        mine = [counted(part) for part in parts]
+        alone = self.same_batch or self.run.world_size == 1
+        tokens = sum(mine) if alone else sum(map(sum, gather(self.run, mine))) / self.run.world_size
+        return [count / tokens for count in mine]
+
+    def synchronized(self, last: bool) -> AbstractContextManager[Any]:
+        """Return a context for a micro-batch in which gradients are reduced if it is the step's last."""
+        return nullcontext()
 
     def step(self, loss: torch.Tensor) -> None:
+        self.backward(loss)
+        self.update()
+
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
+
+    def update(self) -> None:
+        if self.recipe.clip:
+            self.norms.append(self.clip(self.recipe.clip))
         self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
         self.optimizer.zero_grad()
+
+    def clip(self, limit: float) -> float:
+        """Scale the gradients down to a norm of at most ``limit``; return the norm that they had."""
+        return whole(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
+
+    def evaluate(self) -> tuple[float, list[int]]:
+        """Return this rank's share of the loss on held-out batches (the mean over the ranks is that of all tokens), and
+        greedy tokens, the same on every rank."""
+        part = held_out(self.run, 0 if self.same_batch else self.run.rank)
+        with evaluating(self.module):
+            loss = self.module(**on(self.run.device, part), use_cache=False).loss.item()
+            tokens, _ = greedy(self.module, on(self.run.device, self.prompts()))
+        return loss * self.weight(part), tokens
+
+    def weight(self, part: Batch) -> float:
+        """Return the number of this rank's tokens, relative to the mean of all ranks."""
+        if self.same_batch:
+            return 1.0
+        return counted(part) * self.run.world_size / sum(map(sum, gather(self.run, [counted(part)])))
+
+    def prompts(self) -> Batch:
+        return prompts(self.run)
 
     def tensors(self) -> Tensors:
         """Return full copies of all parameters on the CPU, on every rank, named as in the unwrapped model."""
@@ -82,6 +172,21 @@ class Wrapped:
 
     def load(self, folder: Path) -> None:
         self.inner.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+
+    def save_training(self, folder: Path) -> None:
+        """Save what is needed to go on; each rank its own part of the optimizer's state."""
+        self.save(folder)
+        schedule = None if self.schedule is None else self.schedule.state_dict()
+        torch.save([self.optimizer.state_dict(), schedule], folder / f"training-{self.run.rank}.pt")
+
+    def load_training(self, folder: Path, states: bool = True) -> None:
+        """Load it; without ``states`` the optimizer begins anew."""
+        self.load(folder)
+        optimizer, schedule = torch.load(folder / f"training-{self.run.rank}.pt", **UNSAFE)
+        if states:
+            self.optimizer.load_state_dict(optimizer)
+        if schedule is not None:
+            self.schedule.load_state_dict(schedule)
 
     def zeroing(self) -> list[tuple[Any, str]]:
         """Return the methods (owner, name) that zero gradients after a step; for fault injection."""
@@ -125,6 +230,9 @@ class Ddp(Wrapped):
         ids = [self.run.device.index] if self.run.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids)
 
+    def synchronized(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.module.no_sync()
+
     def unreduced(self) -> AbstractContextManager[Any]:
         return self.module.no_sync()  # the reducer is C++; its own switch skips the all-reduce
 
@@ -148,6 +256,12 @@ class Fsdp(Wrapped):
     def _draw(self, module: nn.Module) -> None:
         assert self.weights is not None
         self.weights.fill(module, self.run.device, recurse=False)
+
+    def synchronized(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.module.no_sync()
+
+    def clip(self, limit: float) -> float:
+        return whole(self.module.clip_grad_norm_(limit))  # torch's function takes this rank's part for the whole
 
     def each(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Unit by unit: torch's full state dict would gather all of them first."""
@@ -277,6 +391,11 @@ class Fsdp2(Sharded):
     def wrap(self, model: nn.Module) -> Any:
         return fully_sharded(self.run, model, self.fill)
 
+    def synchronized(self, last: bool) -> AbstractContextManager[Any]:
+        if self.recipe.accumulation > 1:
+            self.module.set_requires_gradient_sync(last)
+        return nullcontext()
+
 
 class Tp(Sharded):
     """Tensor parallelism over all ranks, with torch's DTensor and a plan by module names."""
@@ -307,6 +426,9 @@ class Tp(Sharded):
                         setattr(module, name, getattr(module, name) // size)
         return model
 
+    def clip(self, limit: float) -> float:
+        return clip_mixed(self.module.parameters(), limit)
+
 
 class Zero(Wrapped):
     """DeepSpeed ZeRO, stage 2 or 3 (repro_kit/zero.py)."""
@@ -314,26 +436,38 @@ class Zero(Wrapped):
     def wrap(self, model: nn.Module) -> Any:
         from repro_kit import zero
 
-        self.bf16 = {"bf16": {"enabled": True}} if next(model.parameters()).dtype == torch.bfloat16 else {}
+        bf16 = {"bf16": {"enabled": True}} if next(model.parameters()).dtype == torch.bfloat16 else {}
+        accumulation, clip = self.recipe.accumulation, float(self.recipe.clip)
+        self.config = {**bf16, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip}
         if self.weights is not None and self.run.options["stage"] == 3:
             layers = tuple(layer_classes(model))
             for module in [*(module for module in model.modules() if isinstance(module, layers)), model]:
-                zero.partition(self.run, self.fill(module), **self.bf16)
+                zero.partition(self.run, self.fill(module), **self.config)
             return model
         return self.fill(model)
 
     def make_optimizer(self, lr: float) -> Any:
         from repro_kit import zero
 
-        self.module = zero.engine(self.run, self.inner, self.run.options["stage"], lr=lr, **self.bf16)
+        optimizer = self.recipe.make_optimizer(self.inner.named_parameters(), lr)
+        self.schedule = self.recipe.make_schedule(self.run, optimizer)
+        self.module = zero.engine(
+            self.run, self.inner, self.run.options["stage"], optimizer=optimizer, schedule=self.schedule, **self.config
+        )
         return self.module.optimizer
 
     def wrapped_type(self) -> str:
         return f"{type(self.module).__name__}/{type(self.optimizer).__name__}"
 
-    def step(self, loss: torch.Tensor) -> None:
-        self.module.backward(loss)
+    def backward(self, loss: torch.Tensor) -> None:
+        """The engine divides the loss by the number of micro-batches, and counts them to know when to reduce, clip and
+        update."""
+        self.module.backward(loss if self.recipe.accumulation == 1 else loss * self.recipe.accumulation)
         self.module.step()
+
+    def update(self) -> None:
+        if self.recipe.clip:
+            self.norms.append(float(self.module.get_global_grad_norm()))
 
     def unreduced(self) -> AbstractContextManager[Any]:
         from repro_kit.fault_injection import reductions_left_out
@@ -355,6 +489,12 @@ class Zero(Wrapped):
     def load(self, folder: Path) -> None:
         self.module.load_checkpoint(str(folder))
 
+    def save_training(self, folder: Path) -> None:
+        self.save(folder)  # optimizer and scheduler, too
+
+    def load_training(self, folder: Path, states: bool = True) -> None:
+        self.module.load_checkpoint(str(folder), load_optimizer_states=states)
+
 
 STRATEGIES: dict[str, type[Wrapped]] = {
     "ddp": Ddp,
@@ -366,12 +506,30 @@ STRATEGIES: dict[str, type[Wrapped]] = {
 }
 
 
-def wrap(run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> Wrapped:
+def wrap(
+    run: Run, model: nn.Module, lr: float, weights: Weights | None = None, recipe: Recipe = PLAIN
+) -> Wrapped:
     """Wrap the model in the run's strategy. Parameters are taken over without a copy where possible.
 
     ``weights`` initializes parameters on meta (repro_kit.models.drawable), unit by unit as they are sharded.
     """
-    return STRATEGIES[run.strategy["slug"]](run, model, lr, weights)
+    return STRATEGIES[run.strategy["slug"]](run, model, lr, weights, recipe)
+
+
+def resumed(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped], states: bool = True) -> Wrapped:
+    """Save a training, wrap a model anew with ``fresh``, and load the training into it; ``states``: of the optimizer,
+    too."""
+    folder = run.work_dir / "resume"
+    if run.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    trained.save_training(folder)
+    dist.barrier()
+    again = fresh()
+    again.load_training(folder, states)
+    again.norms = trained.norms
+    return again
 
 
 def each_step(run: Run) -> Iterator[int]:

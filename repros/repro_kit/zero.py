@@ -38,13 +38,22 @@ def module() -> Any:
     return deepspeed
 
 
-def engine(run: Run, model: torch.nn.Module, stage: int, lr: float = 0.1, **extra: Any) -> Any:
-    """Call deepspeed.initialize with plain SGD, whose updates show the gradients."""
+def engine(
+    run: Run,
+    model: torch.nn.Module,
+    stage: int,
+    lr: float = 0.1,
+    optimizer: Any = None,
+    schedule: Any = None,
+    **extra: Any,
+) -> Any:
+    """Call deepspeed.initialize, by default with plain SGD, whose updates show the gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     made, *_ = module().initialize(
         model=model,
         model_parameters=parameters,
-        optimizer=torch.optim.SGD(parameters, lr=lr),
+        optimizer=torch.optim.SGD(parameters, lr=lr) if optimizer is None else optimizer,
+        lr_scheduler=schedule,
         config=config(run, stage, **extra),
         dist_init_required=False,
     )

@@ -7,6 +7,7 @@ file, a key and the nearest valid choice.
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -334,6 +335,7 @@ class Case(Strict):
     kind: Literal["failure", "control"] = "failure"  # control: training that must work
     area: Area | None = None  # the part of a training that goes wrong
     references: list[str] = []  # threads that report it: owner/repository#number
+    unreported: date | None = None  # the day on which a search found no open upstream report
     summary: str = ""  # the cause, in one or two sentences
     simulated: str | None = None  # what is simulated; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores

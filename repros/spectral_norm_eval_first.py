@@ -1,0 +1,39 @@
+"""spectral_norm divides by a random number until the first forward in training mode (pytorch/pytorch#51800)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from repro_kit import Run, main
+from repro_kit.instrumentation import watch
+from repro_kit.models import batch, build
+
+import torch
+from torch.nn.utils import parametrizations, spectral_norm
+
+TOLERANCE = 0.9  # the single power iteration of a first forward is only a rough estimate: 1.42 instead of 1
+
+
+def body(run: Run) -> None:
+    model: Any = build(run).to(run.device)
+    normed = parametrizations.spectral_norm if run.flags["parametrization"] else spectral_norm
+    layers = [layer.mlp.down_proj for layer in model.model.layers]
+    for layer in layers:
+        normed(layer, n_power_iterations=run.flags["iterations"])
+    watch(run, model)
+    inputs = {key: value.to(run.device) for key, value in batch(run, run.rank).items()}
+    if run.flags["train_first"]:
+        with torch.no_grad():
+            model.train()(**inputs, use_cache=False)
+    with torch.no_grad():
+        loss = model.eval()(**inputs, use_cache=False).loss  # <- iterates in training mode only
+    run.metric("loss", float(loss))
+    norms = [float(torch.linalg.matrix_norm(layer.weight.detach().double().cpu(), ord=2)) for layer in layers]
+    run.fact("norms", norms)
+    furthest = max(norms, key=lambda norm: abs(norm - 1.0))
+    run.metric("norm", furthest)
+    run.check("norms", actual=furthest, expected=1.0, tolerance=TOLERANCE, subject=f"{len(layers)} weights, furthest")
+
+
+if __name__ == "__main__":
+    main(body)
