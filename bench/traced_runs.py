@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import socket
 import sys
 import traceback
@@ -65,7 +66,8 @@ def main() -> None:
             getattr(transformers, name)
     for line in sys.stdin:
         job = json.loads(line)
-        Path(job["trace"]).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(job["trace"], ignore_errors=True)
+        Path(job["trace"]).mkdir(parents=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

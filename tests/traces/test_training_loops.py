@@ -4,6 +4,7 @@ healthy ones agree."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,28 @@ def test_a_wrong_module_of_a_second_model_is_named_though_the_first_one_agrees(
     )
     assert (found.stage, found.place) == ("forward", "root1.1"), found.sentence()
     assert any("root1 is a Sequential" in note for note in found.coverage.notes)
+
+
+def train_parts(apart: bool, factor: float = 1.0) -> None:
+    """Train a model by its forward, or by calls of its two parts."""
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh())
+    model: Any = torch.nn.Sequential(OrderedDict(body=body, head=torch.nn.Linear(16, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in torch.randn(3, 4, 8):
+        optimizer.zero_grad()
+        (model.head(model.body(batch)) if apart else model(batch)).square().mean().backward()
+        model.head.bias.grad.mul_(factor)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_the_parts_of_a_model_see_its_samples_not_others(tmp_path, monkeypatch, factor):
+    found = compare(
+        tmp_path, monkeypatch, partial(train_parts, False), partial(train_parts, True, factor)
+    )
+    assert found.stage != "data", found.sentence()
+    assert found.verdict == ("agrees" if factor == 1.0 else "differs"), found.sentence()
 
 
 def train_gan(rate: float) -> None:

@@ -146,7 +146,10 @@ def _data(pair: Pair, total: Total) -> Location | None:
     bad = pair.other.trained
     labels = (pair.good.labels, pair.other.labels)
     missing = [each for each in good if each not in bad]
-    extra = [each for each in bad if each not in good]
+    # A part of the model that is called by itself sees the samples of the rest once more.
+    models, seen_ids = {each[0] for each in good}, {each[1:] for each in good}
+    parts_again = {each for each in bad if each[0] not in models and each[1:] in seen_ids}
+    extra = [each for each in bad if each not in good and each not in parts_again]
     relabelled = [
         s
         for s in bad
