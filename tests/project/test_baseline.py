@@ -209,58 +209,12 @@ def test_baseline_agrees_with_its_expectations(judged: list[Any]) -> None:
 COVERED = ("current", "torch2.2-tf4.36", "torch2.2-tf4.39", "torch2.6-tf4.51", "colossalai")
 
 
-# Cases that were measured on the current stack and on those where they reproduce; the other named
-# stacks are still to be measured.
-NOT_EVERYWHERE = {
-    "accelerate-resume-mid-epoch",
-    "accelerate-scheduler-per-rank",
-    "accelerate-seed-ignored",
-    "accelerate-split-duplicates",
-    "accelerate-sync-each-batch",
-    "clip-mixed-dtensor",
-    "cudagraph-ddp",
-    "dcp-dummy-step",
-    "ddp-moved-after-wrap",
-    "ddp-unfreeze-after-wrap",
-    "ds-adam-is-adamw",
-    "ds-overlap-comm-nan",
-    "ds-rope-buffers-bf16",
-    "ds-warmupdecaylr-ignores-lr",
-    "ds-warmuplr-ignores-lr",
-    "ds-warmuplr-one-lr",
-    "fsdp-one-rank-per-shard",
-    "fsdp1-clip-local-norm",
-    "fsdp2-optimizer-first",
-    "inductor-mix-order-grad",
-    "invalid-device-ordinal",
-    "loss-parallel-log-softmax",
-    "nccl-barrier-unknown-device",
-    "nccl-collective-mismatch",
-    "nccl-duplicate-gpu",
-    "nccl-skipped-collective",
-    "packed-positions-ignored",
-    "peft-tied-merge-reload",
-    "trainer-eval-loss-batch-size",
-    "trainer-ga-mean-of-means",
-    "trainer-ga-sum-of-means",
-    "trainer-label-smoothing-ga",
-    "trainer-norm-decay",
-    "trainer-resume-random-sampler",
-    "trainer-token-mean-per-rank",
-    "zero2-two-backwards",
-}
-
-
 @pytest.mark.parametrize("stack", COVERED)
 def test_named_stack_has_each_cell_measured_or_skipped_with_a_reason(
     stack: str, published_rows: None
 ) -> None:
     own = [row for row in load_rows(BASELINE) if row.stack.name == stack]
-    cells = {
-        cell.key
-        for cell in enumerate_cells(CATALOGUE, parse_overrides([f"stack={stack}"]))
-        if stack == "current" or cell.case not in NOT_EVERYWHERE
-    }
+    cells = {cell.key for cell in enumerate_cells(CATALOGUE, parse_overrides([f"stack={stack}"]))}
     assert cells - {row.cell_id for row in own} == set()
     assert [
         row.cell_id for row in own if not row.skipped and len(row.evidence_attempts) < ATTEMPTS
