@@ -20,7 +20,7 @@ import yaml
 from click import UsageError
 from repro_matrix.cli import main as cli
 from repro_matrix.cli.options import Arguments
-from repro_matrix.config import schema
+from repro_matrix.config import executors, schema
 from repro_matrix.errors import ExitCode, ReproError
 from repro_matrix.paths import ROOT
 from repro_matrix.report.terminal import VERDICTS
@@ -78,7 +78,8 @@ def test_command_parses(name: str) -> None:
         ):
             case = [f"case={args.case}"] if command == "run" and args.case else []
             if not any(own in " ".join(arguments) for own in USERS):
-                session.make_request([*case, *args.overrides])
+                _, selected = executors.split(args.overrides)
+                session.make_request([*case, *selected])
     except (ReproError, UsageError) as error:
         pytest.fail(f"{name}: {error}")
 
