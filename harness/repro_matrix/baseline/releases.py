@@ -149,7 +149,11 @@ def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[Re
     before: list[Version] = []
     for state, group in groupby(sorted(states), key=states.__getitem__):
         versions = list(group)
-        follows = bool(before) and _adjacent(package, points[before[-1]], points[versions[0]])
+        # A range of 4.48 that was measured at 4.48.3 says nothing about 4.48.0.
+        first_of_minor = not any(versions[0].release[2:])
+        follows = bool(before) and _adjacent(
+            package, points[before[-1]], points[versions[0]], first_of_minor
+        )
         sides = [
             _others(package, one, states[one], points[one]) for one in (*before[-1:], versions[0])
         ]
@@ -172,7 +176,9 @@ def _others(
     ]
 
 
-def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:
+def _adjacent(
+    package: str, before: Iterable[Point], after: Iterable[Point], first_of_minor: bool
+) -> bool:
     """Return whether two neighboring expectations leave no release between them."""
 
     def bounds(points: Iterable[Point], operator: str) -> set[str]:
@@ -187,4 +193,5 @@ def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> 
     releases = (Version(version).release for version in bounds(before, "<="))
     next_patches = {(*each[:-1], each[-1] + 1) for each in releases if len(each) > 2}
     begins = {Version(version).release for version in lower}
-    return bool(bounds(before, "<") & lower or next_patches & begins)
+    minors_meet = first_of_minor and bounds(before, "<") & lower
+    return bool(minors_meet or next_patches & begins)
