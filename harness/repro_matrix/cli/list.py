@@ -1,4 +1,8 @@
-"""List the cases and cells of a selection."""
+"""List the cases and cells of a selection.
+
+silent=true selects failures that raise no error; area=data,loss selects by the part of a training
+that goes wrong (loss, data, saving, loading, sharding, device, launch, memory, hang).
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def main(args: options.Arguments) -> int:
     shown = [
         row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]
     ]
-    sign = symptom(max(shown, key=lambda row: row.started, default=None), case)
+    shown.sort(key=lambda row: (row.stack.name == plan.cell.stack, row.started))
+    sign = symptom(shown[-1] if shown else None, case)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
     releases = releases_of(case).sentence
@@ -245,7 +246,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str
     yield f"{case.variants[first].help or _changed_settings(case.variants[first])} ({first})."
     if more:
         yield f"Also: {', '.join(more)}."
-    yield f"As a folder for an issue: repro export {case.slug} --variant {first}"
+    yield f"As a folder for an issue: repro export {case.slug}"
 
 
 def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:

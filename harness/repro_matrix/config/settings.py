@@ -56,6 +56,8 @@ class RunSettings(BaseModel):
 
 OVERRIDE_GROUPS = (
     "case",
+    "area",
+    "silent",
     "model",
     "strategy",
     "ranks",
@@ -63,6 +65,7 @@ OVERRIDE_GROUPS = (
     "hardware",
     "flags.<name>",
     "+matrix",
+    "executor",
 )
 
 

@@ -401,7 +401,8 @@ def symptom(row: Row | None, case: Case | None) -> str:
 def _example(pattern: str) -> str:
     """Return a text like those that a regular expression of a signature matches."""
     first = re.sub(r"\((?:\?:)?([^()|]*)\|[^()]*\)", r"\1", pattern)
-    return re.sub(r"\\(?=\W)", "", re.sub(r"(?:\\[dwS]|\.)[+*]\??", "…", first))
+    plain = re.sub(r"(?:\\[dwS]|\.)[+*]\??", "…", first)
+    return re.sub(r"\\(?=\W)", "", re.sub(r"(?<=\w) \?", "", plain))
 
 
 def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:

@@ -65,6 +65,11 @@ class OtherRows(NamedTuple):
     owners: Sequence[Owner]
 
 
+# torch sums hundreds of thousands of squares for a norm in float32, in an order that depends on the
+# sharding: 1e-5 of it, which noise in the weights does not show.
+SUM_OF_SQUARES = 16.0
+
+
 @dataclass
 class Difference:
     """Hold by how much one tensor differs: a relative size per row.
@@ -242,6 +247,7 @@ class Pair:
         sizes = differences(good, bad, rows.norms)[keep]
         owners = list(compress(other.owners, keep))
         usual = self.good.coarsest if stage == "clipping" else "float32"
+        floor = max(floor, SUM_OF_SQUARES) if stage == "clipping" else floor
         dtype = rows.dtype or self.good.parameters.get(key.name, (usual,))[0]
         found = Difference(stage, key, sizes, owners, good[keep], bad[keep], dtype, floor)
         self.differences.append(found)
