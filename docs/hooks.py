@@ -153,6 +153,7 @@ def cell(text: Any) -> str:
 
 def failures() -> str:
     """Return a table of known failures: releases, fixes that work, and advice that does not help."""
+    from repro_matrix.baseline.advice import advice
     from repro_matrix.baseline.claims import ledger
     from repro_matrix.config import catalog
     from repro_matrix.paths import BASELINE, RESULTS
@@ -164,27 +165,35 @@ def failures() -> str:
     for claim in ledger(cases.values(), load_rows(BASELINE)):
         if claim.status == "refuted":
             refuted.setdefault(claim.case, []).append(f"{claim.text} ({claim.source or 'no source'})")
+    def today(status: Any) -> bool:
+        return status.state == "reproduces" and not status.releases.after
+
+    def known(slug: str) -> tuple[str, ...]:
+        found = advice(cases[slug], {})
+        return found.helps if found else ()
+
     places = json.loads((RESULTS / "places.json").read_text(encoding="utf-8"))
     found = {status.case: status for status in load_results([BASELINE]).headline.cases}
-    current = {slug: status for slug, status in found.items() if slug in cases and status.state == "reproduces"}
+    current = {slug: status for slug, status in found.items() if slug in cases and today(status)}
     unreported = [slug for slug in current if cases[slug].unreported]
     parts = [
         "# Known failures",
         "Generated from the published results. `repro show CASE` has the evidence of each line. The place is the first "
-        "difference that `repro compare` finds between the failure and a fix (`python -m bench.places`).",
+        "difference that `repro compare` finds between the failure and a fix (`python -m bench.places`); its steps include "
+        "those of a reference that the script trains first.",
         "## Not reported upstream",
         "These reproduce on the newest stack, and a search found no open report. `repro export CASE` writes the script and "
         "the text of an issue.\n\n"
         + "\n".join(f"- `{slug}`: {current[slug].title} (searched {cases[slug].unreported})" for slug in unreported),
     ]
     for title, shown in (
-        ("Silent failures that reproduce", lambda status: status.silent and status.state == "reproduces"),
-        ("Loud failures that reproduce", lambda status: not status.silent and status.state == "reproduces"),
-        ("Failures that today's releases do not show", lambda status: status.state in ("fixed", "absent", "other_failure")),
+        ("Silent failures that reproduce", lambda status: status.silent and today(status)),
+        ("Loud failures that reproduce", lambda status: not status.silent and today(status)),
+        ("Failures that today's releases do not show", lambda status: status.releases.reproduces and not today(status)),
     ):
         lines = [
             f"| {cell(status.title)}<br>`{slug}` {', '.join(cases[slug].references[:2])} | {status.area} "
-            f"| {cell(status.releases.reproduces or status.detail)} | {cell(', '.join(status.fixes))} "
+            f"| {cell(status.releases.reproduces or status.detail)} | {cell(', '.join(status.fixes or known(slug)))} "
             f"| {cell('<br>'.join(refuted.get(slug, [])))} | {cell(place(places.get(slug)))} |"
             for slug, status in found.items()
             if slug in cases and shown(status)

@@ -81,7 +81,8 @@ def body(run: Run) -> None:
         size += float(want[name].double().norm()) ** 2
     compared = f"{len(want)} tensors"
     run.check("scale", actual=along / size, expected=1.0, tolerance=0.1, subject=compared)
-    angle = math.sqrt(max(0.0, 1 - along * along / (length * size)))  # its sine
+    square = 1 - along * along / (length * size)
+    angle = math.sqrt(0.0 if square < 0 else square)  # its sine; NaN stays NaN
     run.metric("angle", angle)
     run.check("direction", actual=angle, expected=0.0, tolerance=0.02, subject=compared)
 

@@ -226,7 +226,7 @@ def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]
             "zero3-load-state-dict",
             [
                 "load before deepspeed.initialize",
-                "--variant before-initialize",
+                "repro export zero3-load-state-dict",
                 "size mismatch for model.embed_tokens",
             ],
         ),

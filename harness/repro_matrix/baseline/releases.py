@@ -14,6 +14,7 @@ from itertools import groupby, product
 from statistics import fmean
 from typing import Literal
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -131,7 +132,9 @@ def releases_of(case: Case) -> Releases:
         return fmean(len({state for state, _ in each}) > 1 for each in points[name].values())
 
     if varying:
-        best = min(varying, key=mixed)
+        # Where several packages explain the outcomes alike, the one that the case requires.
+        required = {Requirement(each).name for each in case.requires.packages}
+        best = min(varying, key=lambda name: (mixed(name), name not in required))
         return Releases(best, varying[best])
     relevant = ["torch", "transformers", *(each.package or "" for each in case.signatures)]
     every = {name: found[name][0] for name in dict.fromkeys(relevant) if name in found}

@@ -376,8 +376,8 @@ class Case(Strict):
 
     @property
     def silent(self) -> bool:
-        """Return True if a failure shows itself in wrong numbers, without an error or a hang."""
-        return any(each.kind == "check" for each in self.signatures)
+        """Return True if its first signature is wrong numbers, without an error or a hang."""
+        return bool(self.signatures) and self.signatures[0].kind == "check"
 
     @property
     def script_name(self) -> str:

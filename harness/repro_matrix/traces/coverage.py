@@ -16,6 +16,7 @@ from repro_matrix.traces.pair import STAGES, Pair
 from repro_matrix.traces.reader import Trace
 
 GRADIENTS = ("backward", "local gradient", "reduction", "gradient before the optimizer")
+STOPPED = "the tracer stopped"  # how a note of launch/worker/tracer begins: it failed there
 NEEDED = {"forward pass": ("forward",), "gradient": GRADIENTS, "update": ("update",)}
 
 
@@ -73,6 +74,10 @@ class Total:
             name for name, stages in NEEDED.items() if self.found.stages.keys().isdisjoint(stages)
         ]
         reason = f"no {' and no '.join(lacking)} was compared" if lacking else ""
+        notes = (*self.good.notes, *self.bad.notes)
+        if not reason:
+            stopped = (note.partition("\n")[0] for note in notes if STOPPED in note)
+            reason = next(stopped, "")
         known = self.found.aligned + self.found.not_compared
         if not reason and 2 * self.found.aligned < known:
             reason = f"only {self.found.aligned} of {counted(known, 'tensor')} could be compared"
