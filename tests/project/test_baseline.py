@@ -85,14 +85,6 @@ def test_stored_results_fit_the_json_schema() -> None:
 # Cases that no machine of ours can make reproduce, with what they wait for: named, so that the list
 # cannot grow silently.
 UNSEEN = {
-    "cudagraph-ddp": "a GPU",
-    "ds-overlap-comm-nan": "two GPUs",
-    "inductor-mix-order-grad": "a GPU",
-    "invalid-device-ordinal": "a GPU",
-    "nccl-barrier-unknown-device": "two GPUs",
-    "nccl-collective-mismatch": "two GPUs",
-    "nccl-duplicate-gpu": "a GPU",
-    "nccl-skipped-collective": "two GPUs",
     "qwen-device-map-devices": "two GPUs",
 }
 

@@ -22,14 +22,6 @@ from test_rehearsal import matrix
 pytestmark = pytest.mark.ranks
 CASES = catalog.load().cases
 OTHER_DEVICES = {
-    "cudagraph-ddp": "CUDA graphs",
-    "ds-overlap-comm-nan": "a model of 50 million parameters: too slow",
-    "inductor-mix-order-grad": "inductor's code for a GPU",
-    "invalid-device-ordinal": "CUDA's own numbers of GPUs",
-    "nccl-barrier-unknown-device": "NCCL's own choice of a GPU",
-    "nccl-collective-mismatch": "gloo ends the process",
-    "nccl-duplicate-gpu": "NCCL's own comparison of GPUs",
-    "nccl-skipped-collective": "NCCL's own waits",
     "qwen-device-map-devices": "each rank has two GPUs",
     "tp-plan-auto": "transformers itself chooses the device, and takes the CPU",
 }

@@ -18,6 +18,7 @@ from repro_kit.run import Run
 
 import pytest
 from fake_nvml import A100, H200
+from repro_matrix.config import catalog
 from repro_matrix.paths import REPROS
 from repro_matrix.planning.memory import CONTEXT, GIB, choose_reference
 from repro_matrix.records.document import validate_record
@@ -26,11 +27,14 @@ from test_memory import QWEN_14B, ROOMY, Profile, gpus, layout
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
 
 
+TRAIN_STEP = catalog.load().cases["train-step"]
+
+
 def a_run(scale: str, device: str = "cuda") -> Run:
     settings = {
         "case": "c",
         "variant": "v",
-        "flags": {"lora": False, "checkpointing": False},
+        "flags": {name: flag.default for name, flag in TRAIN_STEP.flags.items()},
         "steps": 2,
         "seed": 0,
     }

@@ -132,7 +132,7 @@ def releases_of(case: Case) -> Releases:
         return fmean(len({state for state, _ in each}) > 1 for each in points[name].values())
 
     if varying:
-        # Where several packages explain the outcomes alike, the one that the case requires.
+        # Of several packages that explain the outcomes alike, the one that the case requires.
         required = {Requirement(each).name for each in case.requires.packages}
         best = min(varying, key=lambda name: (mixed(name), name not in required))
         return Releases(best, varying[best])
