@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 # Fault -> what is wrong, and the first step that has it (0: the first step).
-SABOTAGES = {
+SABOTAGES: dict[str, tuple[str, int]] = {
     "skip_all_reduce": ("the gradients' reduction between ranks is left out", 0),
     "late_skip": ("... from the second step on", 1),
     "scale_gradient": ("the last rank's gradient is 1.0001 times what it should be", 0),
@@ -33,7 +33,7 @@ SABOTAGES = {
     "late_rate": ("the scheduler is one step off: the last step's learning rate is 0.9 times what it should be", 1),
 }
 # The same for faults in what a flag adds, with the flag.
-OF_FLAGS = {
+OF_FLAGS: dict[str, tuple[str, int, str]] = {
     "decay_twice": ("weight decay is applied twice", 0, "optimizer"),
     "no_decay": ("weight decay is left out", 0, "optimizer"),
     "decay_all": ("norms and biases decay, too", 0, "optimizer"),
@@ -68,10 +68,13 @@ CANNOT_BE = {
 
 def sabotaged(run: Run, trained: Wrapped, parts: list[Batch], step: int, sabotage: str) -> float:
     """Run one training step, with the fault ``sabotage`` if it applies to this step."""
-    for flag in OF_FLAGS.get(sabotage, ())[2:]:
+    if sabotage in OF_FLAGS:
+        _, first, flag = OF_FLAGS[sabotage]
         if run.flags[flag] == getattr(PLAIN, flag, False):
             raise ValueError(f"sabotage={sabotage} does nothing without the flag {flag}")
-    if step < {**SABOTAGES, **OF_FLAGS}[sabotage][1]:
+    else:
+        _, first = SABOTAGES[sabotage]
+    if step < first:
         return trained.train(parts)
     last = run.rank == run.world_size - 1
     if sabotage == "same_data":

@@ -133,7 +133,8 @@ def train_alone(
     step (n = 0) and after each. ``on_disk``: the folder for weights that do not fit in memory.
     """
     losses: list[float] = []
-    with start.model() if on_disk is None else Streamed(start.bare, start.value, lr, on_disk, start.device) as seen:
+    model: Any = start.model() if on_disk is None else Streamed(start.bare, start.value, lr, on_disk, start.device)
+    with model as seen:
         after(0, seen)
         one = partial(one_step, start, seen, lr) if alone is None else alone(seen).step
         for step in range(steps):

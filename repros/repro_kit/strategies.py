@@ -436,9 +436,10 @@ class Zero(Wrapped):
     def wrap(self, model: nn.Module) -> Any:
         from repro_kit import zero
 
-        bf16 = {"bf16": {"enabled": True}} if next(model.parameters()).dtype == torch.bfloat16 else {}
         accumulation, clip = self.recipe.accumulation, float(self.recipe.clip)
-        self.config = {**bf16, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip}
+        self.config: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clipping": clip}
+        if next(model.parameters()).dtype == torch.bfloat16:
+            self.config["bf16"] = {"enabled": True}
         if self.weights is not None and self.run.options["stage"] == 3:
             layers = tuple(layer_classes(model))
             for module in [*(module for module in model.modules() if isinstance(module, layers)), model]:
