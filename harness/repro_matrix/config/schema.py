@@ -266,6 +266,7 @@ class Variant(Needy):
     stack: str | None = None
     # this variant's own number of ranks: wins over the cell's
     world_size: int | None = Field(default=None, ge=1)
+    nodes: int | None = Field(default=None, ge=1)  # wins over the case's
     # GPUs that each rank sees; default: as many as there are ranks
     devices: int | None = Field(default=None, ge=1)
     env: dict[str, str] = {}
@@ -278,7 +279,8 @@ class Variant(Needy):
 
 class Launch(Strict):
     world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
-    # GPUs that each rank sees; default: as many as there are ranks
+    nodes: int = Field(default=1, ge=1)  # over which the ranks are spread, in equal parts
+    # GPUs that each rank sees; default: as many as a node has ranks
     devices: int | None = Field(default=None, ge=1)
     # seconds of work, start-up apart; then it hangs, or is too slow
     deadline: float = Field(default=120, gt=0)

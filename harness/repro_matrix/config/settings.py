@@ -33,6 +33,9 @@ class RunSettings(BaseModel):
     steps: Count | None = None
     seed: Annotated[int, Field(strict=True)] = 0
     deadline: Seconds | None = None
+    nodes: Count | None = None
+    node_command: str | None = None
+    rendezvous: str | None = None
     variants: list[str] | None = None
     launcher: str = AUTO
     order: Literal["longest", "declared"] = "longest"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from repro_matrix.config.schema import HardwareProfile
 from repro_matrix.environment import gpus as gpu_driver
+from repro_matrix.environment import nodes
 from repro_matrix.environment.gpus import DriverError, Gpu, describe_unusable
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.records.document import Around, hardware_kind
@@ -60,6 +61,7 @@ class Machine:
     # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
     shell: tuple[str, ...] = ()
     nccl_files: tuple[str, ...] = ()  # files from which NCCL takes variables
+    nodes: int = 1  # of this job's allocation (environment/nodes.py)
     free_gb: float | None = None  # of memory_gb, not used by any process now; None: unknown
 
     def notes(self, given: Mapping[str, str]) -> list[str]:
@@ -132,6 +134,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         nccl_files=tuple(
             f"/{path.relative_to(root)}" for path in (root / "etc/nccl.conf",) if path.exists()
         ),
+        nodes=nodes.count(env),
         free_gb=min(memory.available, allowed_bytes - cgroup_used()) / 2**30,
     )
 

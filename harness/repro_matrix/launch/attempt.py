@@ -7,7 +7,7 @@ The files of an attempt (all under ``Attempt.directory``):
     settings.json        the settings of the script (``--settings``)
     spec.json            the input of a worker inside the stack (``Attempt.spec``)
     launch.json          that worker's answer, written when all ranks run, and again at the end:
-    worker/elastic.py
+    worker/elastic.py; with several nodes also launch-N.json of each, and lease: worker/nodes.py
     records/rank-N.json  repro_kit/record.py         records/stacks-N.txt  kit's faulthandler
     records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a
     running rank
@@ -37,6 +37,7 @@ from repro_matrix.config import project
 from repro_matrix.config.schema import AdhocCase
 from repro_matrix.config.settings import inherited
 from repro_matrix.environment.gpus import RUN_TOKEN
+from repro_matrix.environment.nodes import Nodes
 
 Json = dict[str, Any]
 
@@ -93,6 +94,7 @@ class Attempt:
     command: AdhocCase | None = None
     # variables of its trace (worker/tracer); empty: none
     trace: Mapping[str, str] = field(default_factory=dict)
+    nodes: Nodes | None = None  # over which its ranks are spread; None: this machine
     # where attempts of this run share their references (repro_kit/reference.py)
     references: Path | None = None
 
@@ -175,7 +177,12 @@ class Attempt:
             "record_dir": str(self.records),
             "env": private_environment(self),
             "port": port,
+            **({"nodes": self._nodes_spec(self.nodes)} if self.nodes else {}),
         }
+
+    def _nodes_spec(self, nodes: Nodes) -> Json:
+        own = {"id": self.id, "tmp": str(_short_tmp(self.directory))}
+        return {"count": nodes.count, "host": nodes.host, "commands": nodes.commands, **own}
 
 
 class Launcher(Protocol):
@@ -200,15 +207,19 @@ def tmp_of(directory: Path) -> Path:
     inside = directory / "tmp"
     if len(str(inside)) <= _MAX_TMP:
         return inside
-    return (
-        Path("/tmp")
-        / f"repro-{os.getuid()}-{hashlib.sha1(str(directory).encode()).hexdigest()[:10]}"
-    )
+    return _short_tmp(directory)
+
+
+def _short_tmp(directory: Path) -> Path:
+    name = hashlib.sha1(str(directory).encode()).hexdigest()[:10]
+    return Path("/tmp") / f"repro-{os.getuid()}-{name}"
 
 
 def remove(directory: Path) -> None:
-    """Remove all files of the attempt in ``directory``."""
-    shutil.rmtree(tmp_of(directory), ignore_errors=True)
+    """Remove all files of the attempt in ``directory``, and those of its nodes on this machine."""
+    short = _short_tmp(directory)
+    for folder in (tmp_of(directory), *short.parent.glob(f"{short.name}-*")):
+        shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -236,7 +247,7 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
         # Otherwise glibc returns the memory of every large tensor to the system, and the kernel
         # clears it for the next.
         env |= {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "33554432"}
-    else:
+    elif attempt.nodes is None:  # else SLURM sets it on each node
         env |= visible_devices(attempt)
     # Otherwise gloo and NCCL look up the host's own name, which stalls for seconds where DNS does
     # not know it.
@@ -345,7 +356,12 @@ def torchrun_line(attempt: Attempt) -> str:
     prefix = ["env", *itertools.starmap(_assignment, sorted(env.items()))] if env else []
     same = os.path.abspath(attempt.python) == os.path.abspath(sys.executable)
     words = ["torchrun"] if same else [attempt.python, "-m", "torch.distributed.run"]
-    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
+    nodes = settings.get("nodes", 1)
+    where = ["--standalone"]
+    if nodes > 1:  # the line of each node
+        host = attempt.nodes.host if attempt.nodes else "HOST"
+        where = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:29500"]
+    words += [*where, "--nproc-per-node", str(attempt.world_size // nodes), _from_root(script)]
     files = {group: _from_root(file) for group, file in attempt.files.items()}
     shared = script.stem != settings["case"].replace("-", "_")  # by several cases
     options = {

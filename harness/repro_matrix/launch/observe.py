@@ -125,6 +125,8 @@ def _observed(
         "settings": attempt.settings,
         **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which GPUs it had
     }
+    if attempt.nodes:
+        about |= {"nodes": launch.get("nodes", []), "slurm_job": attempt.nodes.job}
     ranks = [
         _rank(attempt, rank, entries.get(rank, {}), watched) for rank in range(attempt.world_size)
     ]
@@ -148,6 +150,7 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
         "terminated_by": terminated_by,
         "record": record,
         **({"validation_error": invalid} if invalid else {}),
+        **({"node": entry["node"]} if "node" in entry else {}),
         "log_tail": tail(attempt.logs / f"rank-{rank}.log"),
         "stack": stack or (f"# faulthandler\n{crash}" if crash else None),
     }

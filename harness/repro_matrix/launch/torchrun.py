@@ -41,6 +41,7 @@ from repro_matrix.records.attempt import Exception_
 from repro_matrix.text import ESCAPE, counted
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
+NODES = WORKER.with_name("nodes.py")  # of an attempt on several
 HOOKS = WORKER.with_name("hooks")
 COMMAND = "command"  # the launcher in the observation of a user's own command
 KEPT_LINES = 200  # of those that the definition of the failure looks for
@@ -52,7 +53,8 @@ class TorchrunLauncher:
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; once more if another process took its port meanwhile."""
-        command = [attempt.python, str(WORKER), str(attempt.spec_file)]
+        worker = NODES if attempt.nodes else WORKER
+        command = [attempt.python, str(worker), str(attempt.spec_file)]
         try:
             if attempt.command:
                 return run_command(attempt, attempt.command, stop)

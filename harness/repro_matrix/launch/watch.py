@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,7 @@ QUIET_CPU = 0.04
 EVERY_S = 10.0
 # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
 TRIES = 8
+NODES_S = 30.0  # for the agents of several nodes to end their ranks
 
 
 @dataclass
@@ -61,6 +63,12 @@ class Watched:
     cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
+def _wait_for(finished: Callable[[float], bool], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and not finished(POLL_S):
+        pass
+
+
 class Watch:
     """One attempt under watch.
 
@@ -76,6 +84,7 @@ class Watch:
         self._cpu: dict[psutil.Process, float] = {}
         self._began = self._checked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
+        self._elsewhere: set[int] = set()  # ranks on other machines: only their files show them
         self._announced = 0
         self._extensions = Path(environment(attempt)["TORCH_EXTENSIONS_DIR"])
         self._working: float | None = None  # when (monotonic) every rank was past its start
@@ -162,7 +171,8 @@ class Watch:
                 for at, name in sampling.phases(self.attempt.records, rank)
                 if name not in STARTING
             ]
-            if not since and rank in ranks and processes.alive(ranks[rank]):
+            alive = rank in self._elsewhere or (rank in ranks and processes.alive(ranks[rank]))
+            if not since and alive:
                 return False
             latest = max([latest, *since[:1]])
         ago = max(0.0, time.time() - latest) if latest else 0.0
@@ -208,9 +218,12 @@ class Watch:
 
     def _sample(self, full: bool = True) -> dict[int, Sample]:
         attempt = self.attempt
-        return sampling.take(
+        samples = sampling.take(
             self.ranks(), attempt.world_size, attempt.records, self._began, self._spins, full
         )
+        for rank in self._elsewhere:
+            samples[rank] = Sample({"time_s": time.monotonic() - self._began, "ended": False})
+        return samples
 
     def _sample_at_deadline(self, stop: threading.Event) -> None:
         """Sample the ranks until it is known whether they move.
@@ -274,6 +287,7 @@ class Watch:
         if self._announced < self.attempt.world_size:
             entries = read_launch(self.attempt.launch_file)["ranks"]
             self._announced = len(entries)
+            self._elsewhere = {each["rank"] for each in entries if each.get("elsewhere")}
             for entry in entries:  # some may have ended already
                 target = processes.process(entry.get("pid"))
                 # The number of a rank that ended long ago may belong to another process now.
@@ -302,12 +316,14 @@ class Watch:
             self.result.stacks = sampling.backtraces(
                 {r: t.pid for r, t in alive.items()}, self.attempt.records
             )
+        if self.attempt.nodes and self.root:  # it reaches the ranks of all nodes
+            with suppress(psutil.Error):
+                self.root.terminate()
+            _wait_for(finished, NODES_S)
         if self._ranks:
             worker = {self.root} if self.root else set()
             processes.end(lambda: self._find() - worker)
-            limit = time.monotonic() + processes.TERM_S
-            while time.monotonic() < limit and not finished(POLL_S):
-                pass
+            _wait_for(finished, processes.TERM_S)
 
     def _end_rest(self) -> None:
         early = self.result.timed_out or self.result.interrupted

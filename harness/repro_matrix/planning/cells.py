@@ -32,7 +32,13 @@ from repro_matrix.text import counted
 # How this machine's ranks reach each other: needed on some machines, and results are compared
 # across machines.
 TRANSPORT = ("NCCL_", "GLOO_")
-MEASUREMENT = ("scale", "weights", "steps", "seed")  # settings that change what is measured
+MEASUREMENT = (
+    "scale",
+    "weights",
+    "steps",
+    "seed",
+    "nodes",
+)  # settings that change what is measured
 REPRODUCING = "reproducing"  # of the axis stack: those on which the case is known to reproduce
 MAX_NAME = 150  # characters of a file name
 _PLAIN = re.compile(r"[\w./:-]+")  # a value that needs no quotes in an override
@@ -278,7 +284,9 @@ def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | Non
     case = catalogue.cases[cell.case]
     variant = next(iter(case.variants.values()))
     ranks = variant.world_size or cell.ranks
-    devices = 1 if profile.shared else first(variant.devices, case.launch.devices, ranks)
+    nodes = variant.nodes or case.launch.nodes
+    whole = first(variant.devices, case.launch.devices, -(-ranks // nodes))
+    devices = 1 if profile.shared else whole
     strategy = catalogue.strategies[variant.strategy or cell.strategy]
     # the stack's releases are not known here
     if "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +143,11 @@ class Planner:
             device=profile.accelerator,
             backend=case.launch.backend or profile.backend,
         )
+        nodes = spec.nodes or run.nodes or case.launch.nodes
+        if nodes > 1:
+            settings["nodes"] = nodes
+            if not (spec.devices or case.launch.devices):
+                settings["devices"] = -(-settings["world_size"] // nodes)
         if profile.shared:
             settings["devices"] = 1
         if run.env:
@@ -178,7 +183,12 @@ class Planner:
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
-        for skip in unsuitable(case, strategy, settings, cell.ranks, profile):
+        nodes = settings.get("nodes", 1)
+        have = nodes if self.settings.node_command else self.machine.nodes
+        for skip in (
+            *wrong_nodes(case, nodes, settings["world_size"], have),
+            *unsuitable(case, strategy, settings, cell.ranks, profile),
+        ):
             return skip
         if isinstance(stack, str):
             reason = f"needs stack {variant.stack}: {stack}" if variant.stack else stack
@@ -207,6 +217,20 @@ class Planner:
         if case.requires.reason and unmet.keys() & set(case.requires.packages):
             reason += f" ({case.requires.reason})"
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
+
+
+def wrong_nodes(case: Case, nodes: int, ranks: int, have: int) -> Iterator[Skip]:
+    """Yield each reason why a variant cannot run on so many nodes. ``have``: how many are here."""
+    if nodes == 1:
+        return
+    if isinstance(case, AdhocCase):
+        yield Skip("nodes", f"nodes={nodes}: a script's own command says on which nodes it runs")
+    if ranks % nodes:
+        yield Skip("ranks", f"{counted(ranks, 'rank')} do not divide over {nodes} nodes")
+    if nodes > have:
+        how = "Run it with executor=slurm or in an allocation of SLURM, or set node_command"
+        reason = f"needs {nodes} nodes; this run has {have}. {how}"
+        yield Skip("nodes", reason, (f"{nodes} nodes",))
 
 
 def needs(

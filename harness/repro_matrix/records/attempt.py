@@ -223,6 +223,7 @@ class RankRecord(TypedDict):
     """
 
     rank: Count
+    node: NotRequired[Count]  # in the attempt's ``nodes``, where it has several
     pid: NotRequired[int | None]
     exit_code: int | None
     signal: Annotated[str, Field(pattern="^SIG")] | None
@@ -282,8 +283,19 @@ class InfraError(TypedDict):
     message: str
 
 
+class NodeRecord(TypedDict):
+    """A node of an attempt.
+
+    ``interface``: which GLOO_SOCKET_IFNAME names; null: none was found for the address.
+    """
+
+    host: str
+    address: str | None
+    interface: NotRequired[str | None]
+
+
 class AttemptRecord(TypedDict):
-    """One launch.
+    """One launch. ``nodes``: null is one whose agent never started.
 
     ``versions``: the releases that it was planned with. ``cold_start_reason``: why it was not
     forked.
@@ -310,6 +322,8 @@ class AttemptRecord(TypedDict):
     seed: int
     settings: Settings
     gpus: NotRequired[list[str]]
+    nodes: NotRequired[list[NodeRecord | None]]
+    slurm_job: NotRequired[str | None]
     fingerprint: NotRequired[str]
     versions: NotRequired[dict[str, str]]
     cold_start_reason: NotRequired[str]

@@ -28,6 +28,7 @@ Accelerator = Literal["cpu", "cuda"]
 # that cannot be built, memory, weights, an equal variant.
 SkipKind = Literal[
     "ranks",
+    "nodes",
     "tp_size",
     "gpus",
     "accelerator",

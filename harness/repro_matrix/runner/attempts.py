@@ -17,8 +17,10 @@ from packaging.requirements import Requirement
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import AdhocCase, Case
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.gpus import Nvml, stranger
+from repro_matrix.environment.nodes import Nodes, of_slurm, started_by
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading.observation import exception_of
 from repro_matrix.launch.attempt import Attempt, Launcher
@@ -75,7 +77,12 @@ def run_attempt(
             None if attempt.trace else place.run_dir / REFERENCES
         )  # a traced attempt makes its own
         visible = {gpu.uuid: gpu.visible for gpu in session.gpus}
-        attempt = replace(attempt, references=shared, visible=tuple(visible[uuid] for uuid in gpus))
+        attempt = replace(
+            attempt,
+            references=shared,
+            visible=tuple(visible[uuid] for uuid in gpus),
+            nodes=choose_nodes(session.settings, plan.settings.get("nodes", 1)),
+        )
         observation = cast(Observation, place.launcher.launch(attempt, stop))
         if attempt.trace:
             tracing.keep(attempt, observation, runs.results_folder(session.settings))
@@ -102,6 +109,15 @@ def run_attempt(
     return observation, problems
 
 
+def choose_nodes(settings: RunSettings, count: int) -> Nodes | None:
+    """Return the nodes of an attempt; None: this machine."""
+    if count == 1:
+        return None
+    if settings.node_command:
+        return started_by(settings.node_command, count, settings.rendezvous)
+    return of_slurm(count, settings.rendezvous)
+
+
 def recipe(
     catalogue: Catalogue,
     plan: VariantPlan,
@@ -116,9 +132,11 @@ def recipe(
     case = catalogue.cases[plan.cell.case]
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
-    normal_exit = (
-        "launch.teardown: how the process ends is tested" if case.launch.normal_exit else None
-    )
+    cold = case.launch.cold_start_reason
+    if case.launch.normal_exit:
+        cold = cold or "launch.teardown: how the process ends is tested"
+    if plan.settings.get("nodes", 1) > 1:
+        cold = cold or "nodes: each has its own agent of torchrun"
     command = case if isinstance(case, AdhocCase) else None
     options = command.trace if command else plan.settings.get("trace")
     trace = (
@@ -145,7 +163,7 @@ def recipe(
         gpus=tuple(gpus),
         imports=tuple(case.launch.imports) if command else imports_of(catalogue, case, plan),
         overlay=stack.path if stack else (),
-        cold_start_reason=case.launch.cold_start_reason or normal_exit,
+        cold_start_reason=cold,
         stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,
         command=command,
         trace=trace,

@@ -31,7 +31,10 @@ from repro_matrix.runner.prepared import Session
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Overrides that say where and how to measure, not which cells.
-MACHINE_SETTINGS = ("results", "jobs", "launcher", "order", "min_cells", "executor")
+MACHINE_SETTINGS = (
+    *("results", "jobs", "launcher", "order", "min_cells", "executor"),
+    *("node_command", "rendezvous"),
+)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class TrackedPopen(subprocess.Popen):
         env = kwargs.get("env") or {}
         if "RANK" in env:
             ranks[int(env["RANK"])] = self
-            if len(ranks) == int(env["WORLD_SIZE"]):
+            if len(ranks) == int(env["LOCAL_WORLD_SIZE"]):
                 TrackedPopen.on_complete()
 
 
@@ -230,35 +230,50 @@ def finish(path: Path, answer: dict[str, Any]) -> None:
     write(path, answer)
 
 
-def launch(spec: dict[str, Any], answer_file: Path) -> None:
+def one_node(spec: dict[str, Any], port: int) -> dict[str, Any]:
+    """Return torchrun's options for an attempt on this machine."""
+    return {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": spec["world_size"],
+        "run_id": f"attempt-{os.getpid()}",
+        # The agent hosts the store at a fixed address: no look-up of the host's own name, no second
+        # rendezvous.
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"127.0.0.1:{port}",
+        "rdzv_configs": {"rank": 0, "timeout": 60},
+        "local_addr": "127.0.0.1",
+    }
+
+
+def launch(
+    spec: dict[str, Any],
+    answer_file: Path,
+    answer: dict[str, Any],
+    options: Callable[[int], dict[str, Any]],
+) -> None:
+    """Start ranks by torchrun's code and wait for their end.
+
+    ``answer``: what is reported beside the ranks; ``options``: of torchrun, for a port.
+    """
     subprocess.Popen = TrackedPopen  # type: ignore[misc]
     os.kill, os.killpg = record_signals(os.kill), record_signals(os.killpg)
     os.environ.update(spec["env"], REPRO_PARENT=str(os.getpid()))
-    answer = blank_answer()
     TrackedPopen.on_complete = lambda: write(answer_file, {**answer, "ranks": rank_entries()})
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         # Choose it now: during the imports, which take seconds, another process might take it.
-        port = answer["port"] = spec["port"] or free_port()
+        port = answer["port"] = answer["port"] or spec["port"] or free_port()
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=spec["world_size"],
-            run_id=f"attempt-{os.getpid()}",
+            **options(port),
             role="default",  # as torchrun names it
-            # The agent hosts the store at a fixed address: no look-up of the host's own name, no
-            # second rendezvous.
-            rdzv_backend="static",
-            rdzv_endpoint=f"127.0.0.1:{port}",
-            rdzv_configs={"rank": 0, "timeout": 60},
-            local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",
         )
-        itself = ("-I", "-S", os.path.abspath(__file__), "--rank")
+        itself = ("-I", "-S", str(Path(__file__).resolve()), "--rank")
         try:
             elastic_launch(config, sys.executable)(
                 *itself, spec["script"], spec["settings"], spec["log_dir"]
@@ -270,14 +285,13 @@ def launch(spec: dict[str, Any], answer_file: Path) -> None:
     ) as error:  # whatever torchrun's code raises is an error of the launch, not of a rank
         kind = (
             "port"
-            if PORT_TAKEN.search(str(error))
+            if PORT_TAKEN.search(f"{error} {error.__cause__}")
             else "import"
             if isinstance(error, ImportError)
             else "launch"
         )
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
     answer["ranks"] = rank_entries()
-    finish(answer_file, answer)
 
 
 def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, Any]]:
@@ -346,7 +360,12 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     spec_file = Path(sys.argv[1])
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
-    (run_command if "command" in spec else launch)(spec, spec_file.parent / "launch.json")
+    answer_file, answer = spec_file.parent / "launch.json", blank_answer()
+    if "command" in spec:
+        run_command(spec, answer_file)
+    else:
+        launch(spec, answer_file, answer, lambda port: one_node(spec, port))
+        finish(answer_file, answer)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some releases of torch abort while the interpreter is torn down
