@@ -64,7 +64,7 @@ class Runs:
             helpers = 1
         token = "one" if alone else os.environ.get("MASTER_PORT", "0")
         _made.append(token)  # a second reference in this process must not be mistaken for the first
-        self.folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
+        self.folder = run.work_dir / f"{run.case}-reference-{token}-{_launch()}-{len(_made)}"
         self.on_disk = self.folder.with_name(f"{self.folder.name}-weights") if where == "layers" else None
         if self._taken(model):
             return
@@ -236,6 +236,13 @@ class Runs:
                 raise TimeoutError(f"no rank left {path.name} of the reference in {path.parent}: {self._wait_s:.0f} s")
             time.sleep(0.005)
         return path
+
+
+def _launch() -> str:
+    """Return what the ranks of one launch share, and no other launch has: torchrun's id where each node has its own
+    agent, else the agent's process."""
+    several = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    return (several and os.environ.get("TORCHELASTIC_RUN_ID")) or str(os.getppid())
 
 
 def apart(expected: list[float], actual: list[float]) -> list[float]:
