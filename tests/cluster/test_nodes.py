@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cluster.conftest import Cluster
 from launching import Json, facts, launched, scripted, wait_for
 from observations import case
-from repro_matrix.environment.nodes import started_by
+from repro_matrix.environment.nodes import of_slurm, started_by
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch import attempt as attempts
 from repro_matrix.launch import processes
@@ -194,10 +195,7 @@ def test_a_link_that_drops_large_packets(tmp_path: Path, network: Network) -> No
     assert result["attempt"]["timed_out"]
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("prefix", ["", "unshare --pid --fork --mount-proc "])
-def test_a_killed_controller(tmp_path: Path, network: Network, prefix: str) -> None:
-    attempt = of_two(tmp_path, prefix + network.command, network.host, seconds=600)
+def assert_ends_with_its_controller(attempt: Attempt) -> None:
     pid = os.fork()
     if not pid:
         os.setsid()
@@ -208,3 +206,52 @@ def test_a_killed_controller(tmp_path: Path, network: Network, prefix: str) -> N
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     wait_for(lambda: not processes.with_token(ATTEMPT_TOKEN, attempt.id), 60)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("prefix", ["", "unshare --pid --fork --mount-proc "])
+def test_a_killed_controller(tmp_path: Path, network: Network, prefix: str) -> None:
+    attempt = of_two(tmp_path, prefix + network.command, network.host, seconds=600)
+    assert_ends_with_its_controller(attempt)
+
+
+@pytest.fixture
+def allocation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation of SLURM's two nodes, as a job has it."""
+    cluster.command("salloc", "--nodes=2", "--no-shell")
+    found = cluster.command("squeue", "--noheader", "--format=%i %N").split()
+    monkeypatch.setenv("SLURM_JOB_ID", found[0])
+    monkeypatch.setenv("SLURM_JOB_NODELIST", found[1])
+
+
+def in_allocation(folder: Path) -> Attempt:
+    return dataclasses.replace(of_two(folder, "env", seconds=600), nodes=of_slurm(2, None))
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("allocation")
+def test_a_deadline_ends_the_agents_of_srun(tmp_path: Path, cluster: Cluster) -> None:
+    result = disturbed(in_allocation(tmp_path), lambda: None)
+    assert_no_pass(result)
+    assert result["attempt"]["timed_out"] and len(result["ranks"][1]["samples"]) == 2
+    assert [rank["terminated_by"] for rank in result["ranks"]] == ["timeout"] * 2
+    wait_for(lambda: "." not in cluster.command("squeue", "--steps", "-h", "-o", "%i"), 30)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("allocation")
+def test_a_lost_node_of_slurm(tmp_path: Path, cluster: Cluster) -> None:
+    def lose() -> None:
+        cluster.end("n2")
+        for process in processes.with_token("SLURMD_NODENAME", "n2"):
+            process.kill()
+
+    result = disturbed(in_allocation(tmp_path), lose)
+    assert_no_pass(result)
+    assert "node 1 (n2) was lost" in result["infra_error"]["message"]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("allocation")
+def test_srun_ends_with_its_controller(tmp_path: Path) -> None:
+    assert_ends_with_its_controller(in_allocation(tmp_path))

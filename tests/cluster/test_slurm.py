@@ -11,6 +11,7 @@ import pytest
 from cluster.conftest import Cluster, Make
 from cluster.test_controller import cases, until
 from repro_matrix.cluster.controller import Controller
+from repro_matrix.results.store import Store
 
 pytestmark = pytest.mark.cluster
 
@@ -114,3 +115,24 @@ def test_the_matrix_is_as_on_one_machine(cluster: Cluster, tmp_path: Path) -> No
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 of 2 measured reproduce" in run.stdout
+
+
+def test_a_cell_over_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """The job gets two nodes, and srun starts an agent on each."""
+    words = ["matrix", "case=ddp-ready-once", "variants=unfixed", "nodes=2", "executor=slurm"]
+    words += ["executor.poll_s=1", f"results={tmp_path / 'run'}"]
+    run = subprocess.run(
+        [sys.executable, "-m", "repro_matrix", *words],
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    [document] = Store(tmp_path / "run").documents()
+    [made] = document["variants"]["unfixed"]["attempts"]
+    attempt = made["observation"]["attempt"]
+    assert made["outcome"]["outcome"] == "reproduced"
+    assert [node["host"] for node in attempt["nodes"]] == ["n1", "n2"] and attempt["slurm_job"]
+    assert not cluster.command("squeue", "-h").strip()

@@ -93,6 +93,8 @@ def run_selection(
             )
         else:
             root = results_folder(prepared.settings)
+            nodes = max(executor.nodes, prepared.nodes)
+            executor = executor.model_copy(update={"nodes": nodes})
             controller = Controller(
                 executor, selected, len(prepared.plans), root, progress.warn, args.resume
             )

@@ -83,6 +83,8 @@ def submit(
     values = {
         "job_name": "repro-matrix",
         "time": executor.timeout_min,
+        "nodes": executor.nodes,
+        "srun_args": ["--nodes=1", "--ntasks=1"] if executor.nodes > 1 else None,
         "partition": executor.partition,
         "account": executor.account,
         "qos": executor.qos,

@@ -27,6 +27,7 @@ class SlurmExecutor(Strict):
     title: str
     shards: PositiveInt | None = None
     array_parallelism: PositiveInt = 8
+    nodes: PositiveInt = 1
     timeout_min: PositiveInt = 60
     partition: str | None = None
     account: str | None = None

@@ -60,6 +60,12 @@ class Session:
         """Return all GPUs of all profiles once, those of the widest profile first."""
         return list({gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}.values())
 
+    @property
+    def nodes(self) -> int:
+        """Return the largest number of nodes that a cell needs."""
+        variants = (variant for plan in self.plans for variant in plan.variants)
+        return max((variant.settings.get("nodes", 1) for variant in variants), default=1)
+
     def sizes(self, profile: Profile) -> list[int]:
         """Return the numbers of ranks of its attempts, each once."""
         plans = [plan for plan in self.plans if plan.profile.name == profile.name]

@@ -161,7 +161,8 @@ class Agent:
         self.host = spec["nodes"]["host"]
         self.answer_file = folder / f"launch-{number}.json"
         self.tmp = Path(f"{spec['nodes']['tmp']}-{number}")
-        self.node: dict[str, Any] = {"host": socket.gethostname(), "address": None}
+        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.node: dict[str, Any] = {"host": name, "address": None}
         self.stopping = threading.Event()
 
     @property
@@ -226,16 +227,16 @@ class Agent:
             if time.monotonic() - since > LEASE_S:
                 break
         self.stopping.set()
+        self._signal(signal.SIGTERM)
         problem = self._lost_link()
-        for number, wait in ((signal.SIGTERM, elastic.TERM_GRACE_S), (signal.SIGKILL, 1.0)):
-            ranks, limit = list(elastic.ranks.values()), time.monotonic() + wait
-            for process in ranks:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, number)
-            while time.monotonic() < limit and any(each.poll() is None for each in ranks):
-                time.sleep(LOOK_S)
+        self._signal(signal.SIGKILL)
         self._finish(problem)
         os._exit(0)
+
+    def _signal(self, number: int) -> None:
+        for process in list(elastic.ranks.values()):
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, number)
 
     def _lost_link(self) -> str | None:
         """Return an error if the rendezvous host does not answer any more: the link is down."""
