@@ -39,6 +39,7 @@ def body(run: Run) -> None:
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             after[state.global_step] = weights(trainer.model)
 
+    eval_strategy = "eval_strategy" if hasattr(TrainingArguments, "eval_strategy") else "evaluation_strategy"
     rows = batch(run, 0, size=SAMPLES, length=8)["input_ids"]
     samples = [{"input_ids": row, "labels": row} for row in rows]
     arguments = TrainingArguments(
@@ -47,7 +48,7 @@ def body(run: Run) -> None:
         per_device_train_batch_size=2,
         learning_rate=0.01,
         optim="sgd",
-        eval_strategy="steps",
+        **{eval_strategy: "steps"},
         eval_steps=1,
         save_strategy="steps",
         save_steps=1,
