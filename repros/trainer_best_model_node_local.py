@@ -1,4 +1,4 @@
-"""Trainer's best model is on one node's disk only, so the others keep their last weights (huggingface/transformers#12421)."""
+"""Trainer's best model is on one node's disk only: others keep their last weights (huggingface/transformers#12421)."""
 
 from __future__ import annotations
 

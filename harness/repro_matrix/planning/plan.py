@@ -183,18 +183,17 @@ class Planner:
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
-        nodes = settings.get("nodes", 1)
-        have = nodes if self.settings.node_command else self.machine.nodes
-        for skip in (
-            *wrong_nodes(case, nodes, settings["world_size"], have),
-            *unsuitable(case, strategy, settings, cell.ranks, profile),
-        ):
+        for skip in unsuitable(case, strategy, settings, cell.ranks, profile):
             return skip
         if isinstance(stack, str):
             reason = f"needs stack {variant.stack}: {stack}" if variant.stack else stack
             return Skip("stack", reason, (f"stack {variant.stack or cell.stack}",))
         if "torch" not in stack.versions and not isinstance(case, AdhocCase):
             return Skip("packages", no_torch(stack), (TORCH,))
+        nodes = settings.get("nodes", 1)
+        have = nodes if self.settings.node_command else self.machine.nodes
+        for skip in wrong_nodes(case, nodes, settings["world_size"], have):
+            return skip
         needed = needs(case, variant, model, strategy, profile.kinds)
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
