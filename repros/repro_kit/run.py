@@ -222,7 +222,7 @@ def _environment(settings: dict[str, Any]) -> None:
     if settings["device"] == "cuda" and settings["backend"] == "nccl":
         # NVLink switches add in an order of their own, which may change from call to call; some checks compare bits.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        if settings["devices"] < settings["world_size"]:
+        if settings["devices"] < settings["world_size"] // settings.get("nodes", 1):
             attempt = os.environ.get("REPRO_ATTEMPT") or f"repro-{os.environ.get('MASTER_PORT')}"
             os.environ.update(host_of_its_own(int(os.environ.get("RANK", "0")), settings["world_size"], attempt))
     if settings["device"] == "cpu":
