@@ -370,3 +370,20 @@ def test_fix_that_is_a_newer_release_is_named_on_a_stack_that_has_it() -> None:
         "newer-transformers"
     ].skipped
     assert skipped == "the fix is a newer release, which stack current already has"
+
+
+def test_cell_over_two_nodes_needs_two() -> None:
+    one = variants(*TRAIN, "strategy=ddp", settings=RunSettings(nodes=2))["control"]
+    assert one.skip and one.skip.kind == "nodes" and one.skip.needs == ("2 nodes",)
+    here = RunSettings(nodes=2, node_command="env")
+    two = variants(*TRAIN, "strategy=ddp", settings=here)["control"]
+    assert two.skip is None and two.settings["nodes"] == 2 and two.settings["devices"] == 1
+    three = variants(*TRAIN, "strategy=ddp", "ranks=3", settings=here)["control"]
+    assert three.skip and three.skip.kind == "ranks"
+
+
+def test_case_for_two_nodes_is_skipped_as_a_whole_on_one() -> None:
+    skipped = variants("case=dcp-node-local")
+    assert {variant.skip and variant.skip.kind for variant in skipped.values()} == {"nodes"}
+    there = variants("case=dcp-node-local", settings=RunSettings(node_command="env"))
+    assert there["one-node"].settings.get("nodes") is None and not there["one-node"].skip
