@@ -184,11 +184,14 @@ def quoted(value: str) -> str:
     return "'" + value.replace("'", "\\'") + "'"
 
 
+QUOTED = ("results", "node_command")
+
+
 def as_path(override: str) -> str:
-    """Quote the value of ``results=``: Hydra's grammar has neither spaces nor letters such as ö."""
+    """Quote the value of a path or a command: Hydra's grammar has no spaces, braces or ö."""
     key, _, value = override.partition("=")
     plain = value in ("", "null") or value[0] in "'\""
-    return override if key != "results" or plain else f"results={quoted(value)}"
+    return override if key not in QUOTED or plain else f"{key}={quoted(value)}"
 
 
 def _as_list(override: str) -> str:
