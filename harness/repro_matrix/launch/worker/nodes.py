@@ -27,7 +27,6 @@ from typing import Any
 
 import elastic
 
-PR_SET_PDEATHSIG = 1
 LEASE_S = 30.0  # an agent ends when nothing has renewed the lease for so long
 RENEW_S = 1.0
 LOOK_S = 0.2
@@ -37,14 +36,7 @@ REACH_S = 3.0  # for the rendezvous host to answer
 SIOCGIFADDR = 0x8915
 
 
-def read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-
-
-def machine() -> list[str]:
+def machine_id() -> list[str]:
     """Return what identifies this machine's process ids: its boot and the PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return [boot, os.readlink("/proc/self/ns/pid")]
@@ -53,83 +45,101 @@ def machine() -> list[str]:
 # -- beside the controller
 
 
-def merged(answers: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
-    """Return launch.json of all nodes. Process ids of other machines mean nothing here: None."""
-    result = elastic.blank_answer()
-    here = machine()
-    for number, answer in enumerate(answers):
-        elsewhere = answer.get("machine") != here
-        for entry in answer.get("ranks", ()):
-            more = {"pid": None, "elsewhere": True} if elsewhere else {}
-            result["ranks"].append({**entry, "node": number, **more})
-        result["error"] = result["error"] or answer.get("error")
-        result["port"] = result["port"] or answer.get("port")
-        result["leaked_processes"] += answer.get("leaked_processes", [])
-    result["nodes"] = [answer.get("node") for answer in answers]
-    result["cpu_s"] = round(sum(answer.get("cpu_s", 0.0) for answer in answers), 3)
-    result["finished"] = all(answer.get("finished") for answer in answers)
-    lost = [number for number, answer in enumerate(answers) if not answer.get("finished")]
-    if lost and not stopped:  # what the other agents report follows from it
-        host = (answers[lost[0]].get("node") or {}).get("host", "its agent never started")
-        text = f"node {lost[0]} ({host}) was lost: its torchrun agent ended before its ranks"
-        result["error"] = {"kind": "launcher_died", "message": text}
-    return result
+class Agents:
+    """The agents of all nodes, as the controller's machine sees them."""
 
+    def __init__(self, spec: dict[str, Any], spec_file: Path) -> None:
+        self.spec, self.folder = spec, spec_file.parent
+        self.count = spec["nodes"]["count"]
+        own = [sys.executable, os.path.abspath(__file__), str(spec_file), str(elastic.free_port())]
+        self.commands = [[*words, *own] for words in spec["nodes"]["commands"]]
+        if len(self.commands) == self.count:  # else srun gives each its number
+            self.commands = [[*words, str(n)] for n, words in enumerate(self.commands)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.asked = threading.Event()
+        self._beat, self._renewed = 0, 0.0
 
-def failed(answers: list[dict[str, Any]], ended: list[int]) -> bool:
-    """Return whether a node cannot finish any more. ``ended``: exit codes of its commands."""
-    entries = [entry for answer in answers for entry in answer.get("ranks", ())]
-    bad = any(entry["signal"] or entry["exit_code"] for entry in entries)
-    return bad or any(ended) or any(answer.get("error") for answer in answers)
+    def run(self) -> None:
+        """Run the agents to their end, and merge what they report."""
+        signal.signal(signal.SIGTERM, lambda *_: self.asked.set())
+        self._renew("run")
+        self._start()
+        announced, failed_at, stopped_at = False, 0.0, 0.0
+        while any(process.poll() is None for process in self.processes):
+            now, answers = time.monotonic(), self._answers()
+            if not announced and sum(map(_ranks, answers)) == self.spec["world_size"]:
+                announced = True
+                self._write({**self._merged(answers), "finished": False})
+            failed_at = failed_at or (now if self._failed(answers) else 0.0)
+            late = failed_at and now - failed_at > GRACE_S
+            stopped_at = stopped_at or (now if late or self.asked.is_set() else 0.0)
+            if stopped_at and now - stopped_at > STOP_S:
+                for process in self.processes:
+                    process.kill()
+            self._renew("stop" if stopped_at else "run")
+            time.sleep(LOOK_S)
+        answers = self._answers()
+        answer = self._merged(answers)
+        lost = [number for number, one in enumerate(answers) if not one.get("finished")]
+        if lost and not self.asked.is_set():  # what the other agents report follows from it
+            host = (answers[lost[0]].get("node") or {}).get("host", "its agent never started")
+            text = f"node {lost[0]} ({host}) was lost: its torchrun agent ended before its ranks"
+            answer["error"] = {"kind": "launcher_died", "message": text}
+        elastic.finish(self.folder / "launch.json", answer)
 
+    def _start(self) -> None:
+        env = {name: value for name, value in os.environ.items() if name != "REPRO_PARENT"}
 
-def run(spec: dict[str, Any], spec_file: Path) -> None:
-    """Run the agents of all nodes to their end."""
-    folder, nodes = spec_file.parent, spec["nodes"]
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    port = str(elastic.free_port())
-    own = [sys.executable, os.path.abspath(__file__), str(spec_file), port]
-    commands = [[*words, *own] for words in nodes["commands"]]
-    if len(commands) == nodes["count"]:
-        commands = [[*words, str(number)] for number, words in enumerate(commands)]
-    env = {name: value for name, value in os.environ.items() if name != "REPRO_PARENT"}
+        def end_with_me() -> None:  # srun ends the agents that it has started
+            elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    def end_with_me() -> None:  # srun ends the agents that it has started
-        elastic.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        for words in self.commands:
+            self.processes.append(subprocess.Popen(words, env=env, preexec_fn=end_with_me))
 
-    beat, renewed, announced = 0, 0.0, False
-    failed_at = stopped_at = 0.0
-    processes: list[subprocess.Popen[bytes]] = []
-    while True:
-        now = time.monotonic()
-        answers = [read(folder / f"launch-{number}.json") for number in range(nodes["count"])]
-        codes = [process.poll() for process in processes]
-        if processes and None not in codes:
-            break
-        ranks = sum(len(answer.get("ranks", ())) for answer in answers)
-        if ranks == spec["world_size"] and not announced:
-            announced = True
-            answer = merged(answers, True)
-            elastic.write(folder / "launch.json", {**answer, "finished": False})
-        if not failed_at and failed(answers, [code for code in codes if code is not None]):
-            failed_at = now
-        if not stopped_at and (asked.is_set() or (failed_at and now - failed_at > GRACE_S)):
-            stopped_at, renewed = now, 0.0
-        if stopped_at and now - stopped_at > STOP_S:
-            for process in processes:
-                process.kill()
-        if now - renewed > RENEW_S:
-            beat, renewed = beat + 1, now
+    def _renew(self, word: str) -> None:
+        if time.monotonic() - self._renewed > RENEW_S or word == "stop":
+            self._beat, self._renewed = self._beat + 1, time.monotonic()
             with contextlib.suppress(OSError):
-                (folder / "lease").write_text(f"{'stop' if stopped_at else 'run'} {beat}")
-        if not processes:
-            for words in commands:
-                processes.append(subprocess.Popen(words, env=env, preexec_fn=end_with_me))
-        time.sleep(LOOK_S)
-    answers = [read(folder / f"launch-{number}.json") for number in range(nodes["count"])]
-    answer = merged(answers, asked.is_set())
-    elastic.finish(folder / "launch.json", answer)
+                (self.folder / "lease").write_text(f"{word} {self._beat}")
+
+    def _write(self, answer: dict[str, Any]) -> None:
+        elastic.write(self.folder / "launch.json", answer)
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers = []
+        for number in range(self.count):
+            try:
+                text = (self.folder / f"launch-{number}.json").read_text(encoding="utf-8")
+                answers.append(dict(json.loads(text)))
+            except (OSError, ValueError):
+                answers.append({})
+        return answers
+
+    def _failed(self, answers: list[dict[str, Any]]) -> bool:
+        """Return whether a node cannot finish any more."""
+        entries = [entry for answer in answers for entry in answer.get("ranks", ())]
+        bad = any(entry["signal"] or entry["exit_code"] for entry in entries)
+        ended = any(process.poll() for process in self.processes)
+        return bad or ended or any(answer.get("error") for answer in answers)
+
+    def _merged(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return launch.json of all nodes. Process ids of other machines mean nothing here."""
+        result, here = elastic.blank_answer(), machine_id()
+        for number, answer in enumerate(answers):
+            more = {} if answer.get("machine") == here else {"pid": None, "elsewhere": True}
+            entries = answer.get("ranks", ())
+            result["ranks"] += [{**entry, "node": number, **more} for entry in entries]
+            result["error"] = result["error"] or answer.get("error")
+            result["port"] = result["port"] or answer.get("port")
+            result["leaked_processes"] += answer.get("leaked_processes", [])
+        result["nodes"] = [answer.get("node") for answer in answers]
+        result["cpu_s"] = round(sum(answer.get("cpu_s", 0.0) for answer in answers), 3)
+        result["finished"] = all(answer.get("finished") for answer in answers)
+        return result
+
+
+def _ranks(answer: dict[str, Any]) -> int:
+    return len(answer.get("ranks", ()))
 
 
 # -- on a node
@@ -167,7 +177,7 @@ class Agent:
 
     @property
     def answer(self) -> dict[str, Any]:
-        about = {"machine": machine(), "node": self.node}
+        about = {"machine": machine_id(), "node": self.node}
         return {**elastic.blank_answer(), "port": self.port, **about}
 
     def run(self) -> None:
@@ -269,7 +279,7 @@ def main() -> None:
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     if len(sys.argv) == 2:
         elastic.die_with_parent()
-        run(spec, spec_file)
+        Agents(spec, spec_file).run()
     else:
         number = int(sys.argv[3] if len(sys.argv) > 3 else os.environ["SLURM_NODEID"])
         Agent(spec, spec_file.parent, int(sys.argv[2]), number).run()
