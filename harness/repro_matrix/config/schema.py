@@ -251,6 +251,7 @@ class Flag(Strict):
     full: Any = None  # its default at scale=full, where that is another
     choices: list[Any] | None = None
     strategies: list[str] | None = None  # those in which another value than the default exists
+    effect: bool = False  # another value than the default needs evidence: an effect of this name
     help: str = ""
 
 
