@@ -115,6 +115,7 @@ class Watched:
         # Of each updated parameter: elements and bytes of it and of its gradient.
         self.stepped: dict[int, tuple[int, int, int, int]] = {}
         self.steps: list[Step] = []
+        self.measures_norms = False  # of this rank's gradients
         self.forwards: list[Any] = []  # modules in training mode of the forwards with gradients since the last step
         self.before: dict[str, int] = {}  # calls before the step
         self.called: dict[str, int] = {}
@@ -142,7 +143,7 @@ class Watched:
             self.called = {kind: count - self.before.get(kind, 0) for kind, count in _calls.items()}
             self.steps.append(Step(self.forwards))
             self.forwards = []
-        self.steps[-1].add(optimizer, bool(self.run.settings["flags"].get("clip")))
+        self.steps[-1].add(optimizer, self.measures_norms)
         self.optimizers = [optimizer]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -276,12 +277,13 @@ def checkpointing(run: Run, model: Any, asked: bool) -> None:
     watch_flag(run, at_end)
 
 
-def watch_flag(run: Run, at_end: Callable[[], None]) -> None:
-    """Call ``at_end`` when the script ends, to record what was observed."""
+def watch_flag(run: Run, at_end: Callable[[], None]) -> Watched:
+    """Call ``at_end`` when the script ends, to record what was observed; return the observer."""
     watched = getattr(run, "watched", None)
     if watched is None:
         watched = run.watched = Watched(run)  # type: ignore[attr-defined]
     watched.at_end.append(at_end)
+    return watched
 
 
 def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
@@ -303,7 +305,8 @@ def training_flags(run: Run, model: Any) -> None:
     checkpointing(run, model, flags["checkpointing"])
     if flags["lora"]:
         adapters(run, model)
-    watch_flag(run, lambda: _note_steps(run, run.watched.steps))  # type: ignore[attr-defined]
+    watched = watch_flag(run, lambda: _note_steps(run, watched.steps))
+    watched.measures_norms = bool(flags["clip"])
 
 
 def _note_steps(run: Run, steps: list[Step]) -> None:
@@ -316,7 +319,7 @@ def _note_steps(run: Run, steps: list[Step]) -> None:
         return max(step.decays) > 0 or flags["optimizer"] == "sgd"
 
     equal("optimizer", sum(step.optimizers == {flags["optimizer"]} and decays(step) for step in steps) / count, 1)
-    equal("accumulation", sum(len(step.forwards) for step in steps) / count, flags["accumulation"], "forwards in a step")
+    equal("accumulation", sum(len(step.forwards) for step in steps) / count, flags["accumulation"], "forwards")
     last = 1.0 if flags["schedule"] == "constant" else 1 / run.steps
     equal("schedule", max(steps[-1].rates) / max(steps[0].rates) if steps else 0.0, last, "last rate to the first")
     if flags["clip"]:

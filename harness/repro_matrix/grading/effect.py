@@ -17,7 +17,7 @@ attempt that would pass otherwise:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from repro_matrix.config.schema import Case
