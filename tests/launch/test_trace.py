@@ -396,7 +396,12 @@ for number, batch in enumerate(data):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "end"), [("kill", None), ("raise", "exception"), ("workers", "window")]
+    ("how", "end"),
+    [
+        pytest.param("kill", None, marks=pytest.mark.slow),
+        ("raise", "exception"),
+        ("workers", "window"),
+    ],
 )
 def test_script_of_a_user_is_traced_to_its_end(tmp_path: Path, how: str, end: str | None) -> None:
     script, records, traces = tmp_path / "train.py", tmp_path / "records", tmp_path / "traces"
