@@ -117,7 +117,8 @@ class Step:
             if kind == "batch":
                 samples = tuple(map(str, event["samples"]))
                 labels = tuple(map(str, event.get("labels") or [""] * len(samples)))
-                batch = Batch(event["root"], samples, labels, event.get("grad", True))
+                grad = event.get("grad", True) or not trace.has_gradients
+                batch = Batch(event["root"], samples, labels, grad)
                 self.batches[rank, event["m"]] = batch
             elif kind == "opt":
                 self.optimizers.setdefault(rank, []).append(event)
@@ -217,7 +218,8 @@ class Step:
     def trained(self) -> dict[Sample, Owner]:
         """Return the samples of calls with gradients.
 
-        An evaluation during the training does not change its data.
+        An evaluation during the training does not change its data. Where no call has gradients, all
+        samples are those of the script.
         """
         return {id_: owner for id_, owner in self.samples.items() if id_[2]}
 
