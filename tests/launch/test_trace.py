@@ -361,6 +361,15 @@ def test_a_step_that_only_makes_states_is_none(folder: Path) -> None:
     assert all("exp_avg" in each["groups"][0]["state"] for each in lines(folder, "opt"))
 
 
+def test_reading_a_parametrized_weight_is_no_call_of_a_model(folder: Path) -> None:
+    model = training.new_model()
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    model.head.weight.sum()
+    model(input_ids=training.batches(1)[0])
+    assert [each["root"] for each in lines(folder, "batch")] == [0]
+    assert lines(folder, "model")[0]["names"][0] == ["", "Model"]
+
+
 def test_schedule_and_names_of_a_group(folder: Path) -> None:
     model = training.new_model()
     optimizer = training.adamw(model)

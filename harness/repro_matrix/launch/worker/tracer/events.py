@@ -163,9 +163,10 @@ class Tracer:
     ) -> bool:
         """Begin a micro-batch, unless the module is a loss function: that has no parameters.
 
-        grad: enabled here.
+        Nor if a parametrization is called, as it is when a weight is only read. grad: enabled here.
         """
-        if next(module.parameters(), None) is None:
+        kinds = layout.type_names(module)
+        if next(module.parameters(), None) is None or "ParametrizationList" in kinds:
             return False
         if self.stepped:
             self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = (
