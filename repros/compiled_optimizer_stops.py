@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 from repro_kit import Run, main
 from repro_kit.error_reduction import all_apart, compared
-from repro_kit.instrumentation import watch
+from repro_kit.instrumentation import note, watch
 from repro_kit.models import batch, build
 
 import torch
@@ -66,6 +66,7 @@ def body(run: Run) -> None:
     moved = train(run, wrapped, optimizer, update, range(run.rank, run.rank + 1))
     run.fact("moved", {"eager": expected, "compiled": moved})
     run.metric("graphs", counters["stats"]["unique_graphs"])
+    note(run, "compiled", counters["stats"]["unique_graphs"], least=1, subject="graphs")
     stopped = sum(other and not one for one, other in zip(moved, expected))
     run.check("stopped-steps", actual=stopped, expected=0, tolerance=0, subject=f"{run.steps} steps")
     names = [name for name, _ in model.named_parameters()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.instrumentation import files
+from repro_kit.instrumentation import files, note
 from repro_kit.models import build
 from repro_kit.norms import norm, norm_of
 from repro_kit.saving import compare
@@ -71,6 +71,9 @@ def body(run: Run) -> None:
     dcp.save(states(run, model, optimizer)[0], checkpoint_id=str(folder))
     files(run, folder)
     fresh, fresh_optimizer = made(run, run.seed + 1)
+    saved, drawn = full_parameters(run, model), full_parameters(run, fresh)
+    apart = norm_of(norm(drawn[name], saved[name]) for name in saved)
+    note(run, "fresh model", apart, least=0.1, subject="distance of its weights before loading")
     first = run.flags["first"]
     if first != "nothing":
         backward(run, fresh, 0)  # a warm-up, or a step that a GradScaler skips

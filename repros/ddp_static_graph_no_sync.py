@@ -8,7 +8,7 @@ from typing import Any
 from repro_kit import Run, main
 from repro_kit.collectives import gather
 from repro_kit.error_reduction import compared
-from repro_kit.instrumentation import watch
+from repro_kit.instrumentation import note, watch
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
 from repro_kit.strategies import each_step
@@ -51,6 +51,7 @@ def body(run: Run) -> None:
     reference = Reference(run, model)
     static, find_unused = run.flags["static_graph"], run.flags["find_unused"]
     ddp = watch(run, DDP(model, static_graph=static, find_unused_parameters=find_unused))
+    note(run, "static graph", int(ddp.static_graph), int(static), int(static))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=reference.lr)
     losses: list[float] = []
     after: dict[str, torch.Tensor] = {}

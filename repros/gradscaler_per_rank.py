@@ -8,7 +8,7 @@ from typing import Any
 from repro_kit import Run, main
 from repro_kit.collectives import gather
 from repro_kit.error_reduction import compared
-from repro_kit.instrumentation import watch
+from repro_kit.instrumentation import note, watch
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
 from repro_kit.strategies import each_step
@@ -69,6 +69,7 @@ def body(run: Run) -> None:
         for number in range(BATCHES + (MORE if uneven and run.rank == 0 else 0)):
             train(run.steps + number)
     run.metric("scale", scaler.get_scale())
+    note(run, "loss scale", scaler.get_scale(), least=2 if run.flags["enabled"] else 1)
     scaler = share(run, scaler)
     optimizer.param_groups[0]["lr"] = reference.lr
     reference.watch(model)

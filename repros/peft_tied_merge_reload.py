@@ -7,7 +7,7 @@ from typing import Any
 
 from repro_kit import Run, main
 from repro_kit.error_reduction import apart
-from repro_kit.instrumentation import files, watch
+from repro_kit.instrumentation import adapters, files, watch
 from repro_kit.lora_training import loop
 from repro_kit.models import build
 from repro_kit.sgd import LR, data, trained
@@ -35,6 +35,7 @@ def body(run: Run) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
     model: Any = get_peft_model(base, lora)
     watch(run, model.to(run.device))
+    adapters(run, model, unfrozen=True)
     loop(run, model, torch.optim.SGD(trained(model).values(), lr=LR), torch.Tensor.backward)
     in_memory = logits(run, model)
     folder = run.work_dir / f"saved-{run.rank}"

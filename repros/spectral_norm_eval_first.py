@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.instrumentation import watch
+from repro_kit.instrumentation import note, watch
 from repro_kit.models import batch, build
 
 import torch
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils.parametrize import is_parametrized
 
 TOLERANCE = 0.9  # the single power iteration of a first forward is only a rough estimate: 1.42 instead of 1
 
@@ -21,6 +22,8 @@ def body(run: Run) -> None:
     for layer in layers:
         normed(layer, n_power_iterations=run.flags["iterations"])
     watch(run, model)
+    hooked = sum(bool(layer._forward_pre_hooks) or is_parametrized(layer) for layer in layers)
+    note(run, "spectral norm", hooked, least=len(layers), subject="layers")
     inputs = {key: value.to(run.device) for key, value in batch(run, run.rank).items()}
     if run.flags["train_first"]:
         with torch.no_grad():

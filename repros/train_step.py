@@ -5,7 +5,7 @@ from __future__ import annotations
 from repro_kit import Run, main
 from repro_kit.bf16_matmul import products_in_float32
 from repro_kit.fault_injection import sabotaged
-from repro_kit.instrumentation import adapters, checkpointing, precision
+from repro_kit.instrumentation import training_flags
 from repro_kit.lora_training import checkpoint, lora_to_draw
 from repro_kit.models import drawable
 from repro_kit.recipes import Recipe
@@ -34,10 +34,7 @@ def body(run: Run) -> None:
     model, weights = made(run, dtype)
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
     reference = Reference(run, model, same_batch, make_batch=recipe.whole, weights=weights, recipe=recipe)
-    precision(run, model, "autocast" if recipe.autocast else "dtype")
-    checkpointing(run, model, run.flags["checkpointing"])
-    if run.flags["lora"]:
-        adapters(run, model)
+    training_flags(run, model)
     rate = recipe.rate(dtype)
     trained = wrap(run, model, rate, weights, recipe)  # each rank's part, initialized unit by unit
 

@@ -16,6 +16,8 @@ from repro_kit import Run, main
 from repro_kit import fault_injection as sabotage
 from repro_kit import reference_checks as pass_criteria
 from repro_kit.fault_injection import CANNOT_BE
+from repro_kit.instrumentation import finish
+from repro_kit.recipes import PLAIN, Recipe
 from repro_kit.record import Record
 
 import torch
@@ -24,6 +26,7 @@ import yaml
 
 Reference = pass_criteria.Reference
 made: dict[str, Reference] = {}
+recipe_of = Recipe.of
 
 
 def once(run: Run, model: torch.nn.Module, same_batch: bool, **more: Any) -> Reference:
@@ -50,21 +53,31 @@ def body(run: Run) -> None:
             (ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8")
         )
         for key, changed in asked["trainings"].items():  # a name -> flags of the case
+            changed = dict(changed)
+            ignored = changed.pop("ignored", False)  # the recipe does not heed the flags
             wrong = changed.get("sabotage", "none")
             if slug == "tp" and (wrong in CANNOT_BE["tp"] or "dropout" in changed):
                 continue
             checkpoint = train_step.check_checkpoint
-            if wrong != "none":  # it is seen before, and an honest run proves the checkpoint
+            if (
+                ignored or wrong != "none"
+            ):  # it is seen before, and an honest run proves the checkpoint
                 train_step.check_checkpoint = lambda *_: None
             settings = {**run.settings, "strategy": strategy, "flags": {**run.flags, **changed}}
             record = Record(None, run.rank, run.world_size)
             started = time.process_time()
+            if ignored:
+                Recipe.of = classmethod(lambda *_: PLAIN)
             try:
-                train_step.body(Run(settings, record))
+                one = Run(settings, record)
+                train_step.body(one)
+                finish(one)
             finally:
                 train_step.check_checkpoint = checkpoint
+                Recipe.of = recipe_of
             took = round(time.process_time() - started, 2)
-            run.fact(f"{slug}/{key}", {"checks": record.data["checks"], "cpu_s": took})
+            found = {"checks": record.data["checks"], "effects": record.data["effects"]}
+            run.fact(f"{slug}/{key}", {**found, "cpu_s": took})
 
 
 main(body)

@@ -114,6 +114,9 @@ class Watched:
         self.optimizers: list[Any] = []
         # Of each updated parameter: elements and bytes of it and of its gradient.
         self.stepped: dict[int, tuple[int, int, int, int]] = {}
+        self.steps: list[Step] = []
+        self.measures_norms = False  # of this rank's gradients
+        self.forwards: list[Any] = []  # modules in training mode of the forwards with gradients since the last step
         self.before: dict[str, int] = {}  # calls before the step
         self.called: dict[str, int] = {}
         self.at_end: list[Callable[[], None]] = []
@@ -130,6 +133,7 @@ class Watched:
     def _before_forward(self, module: Any, *_: Any) -> None:
         if torch.is_grad_enabled():
             self.module = module  # a model that only loads a checkpoint has no step
+            self.forwards.append(module if module.training else None)
             self.stepped.clear()
             self.before = dict(_calls)
 
@@ -137,6 +141,9 @@ class Watched:
         """Begin a step: everything since the last forward is one step, even if a library steps group by group."""
         if not self.stepped:
             self.called = {kind: count - self.before.get(kind, 0) for kind, count in _calls.items()}
+            self.steps.append(Step(self.forwards))
+            self.forwards = []
+        self.steps[-1].add(optimizer, self.measures_norms)
         self.optimizers = [optimizer]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -168,6 +175,27 @@ class Watched:
         called = dict(self.called)
         called["reduce"] = called.get("reduce", 0) + ddp_reductions(self.module)
         self.run.record.data["effects"].append({"what": "collectives", "actual": called, "subject": "the last step"})
+
+
+class Step:
+    """The facts of one training step: ``forwards`` (modules in training mode), and how the optimizer stepped."""
+
+    def __init__(self, forwards: list[Any]) -> None:
+        self.forwards = forwards
+        self.optimizers: set[str] = set()
+        self.rates: list[float] = []
+        self.decays: list[float] = []
+        self.squares = 0.0  # of this rank's gradients, if they are measured
+
+    def add(self, optimizer: Any, measure: bool) -> None:
+        self.optimizers.add(type(optimizer).__name__.lower())
+        for group in optimizer.param_groups:
+            self.rates.append(float(group["lr"]))
+            self.decays.append(group.get("weight_decay", 0.0))
+            for gradient in (parameter.grad for parameter in group["params"] if measure):
+                if gradient is not None:
+                    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                    self.squares += float(torch.linalg.vector_norm(local, dtype=torch.float32)) ** 2
 
 
 def count_collectives() -> None:
@@ -249,12 +277,13 @@ def checkpointing(run: Run, model: Any, asked: bool) -> None:
     watch_flag(run, at_end)
 
 
-def watch_flag(run: Run, at_end: Callable[[], None]) -> None:
-    """Call ``at_end`` when the script ends, to record what was observed."""
+def watch_flag(run: Run, at_end: Callable[[], None]) -> Watched:
+    """Call ``at_end`` when the script ends, to record what was observed; return the observer."""
     watched = getattr(run, "watched", None)
     if watched is None:
         watched = run.watched = Watched(run)  # type: ignore[attr-defined]
     watched.at_end.append(at_end)
+    return watched
 
 
 def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
@@ -264,6 +293,53 @@ def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
     if not unfrozen:
         rest = sum(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
         note(run, "lora alone", rest, most=0, subject="trained parameters that are no adapter's")
+
+
+def training_flags(run: Run, model: Any) -> None:
+    """Record what each flag of a training changes, as the optimizer, the modules and the checks show it.
+
+    The bounds come from the flags: a script that ignores a flag in the training and in its reference fails.
+    """
+    flags = run.flags
+    precision(run, model, "autocast" if flags["autocast"] else "dtype")
+    checkpointing(run, model, flags["checkpointing"])
+    if flags["lora"]:
+        adapters(run, model)
+    watched = watch_flag(run, lambda: _note_steps(run, watched.steps))
+    watched.measures_norms = bool(flags["clip"])
+
+
+def _note_steps(run: Run, steps: list[Step]) -> None:
+    flags, count = run.flags, max(len(steps), 1)
+
+    def equal(what: str, actual: float, wanted: float, subject: str = "") -> None:
+        note(run, what, actual, wanted * 0.999, wanted * 1.001, subject)
+
+    def decays(step: Step) -> bool:
+        return max(step.decays) > 0 or flags["optimizer"] == "sgd"
+
+    equal("optimizer", sum(step.optimizers == {flags["optimizer"]} and decays(step) for step in steps) / count, 1)
+    equal("accumulation", sum(len(step.forwards) for step in steps) / count, flags["accumulation"], "forwards")
+    last = 1.0 if flags["schedule"] == "constant" else 1 / run.steps
+    equal("schedule", max(steps[-1].rates) / max(steps[0].rates) if steps else 0.0, last, "last rate to the first")
+    if flags["clip"]:
+        largest = max((step.squares for step in steps), default=0.0) ** 0.5
+        note(run, "clip", largest, most=flags["clip"] * 1.01, subject="norm of this rank's gradients")
+    trained = {id(module): module for step in steps for module in step.forwards}
+    equal("dropout", min(map(dropout, trained.values()), default=0.0), flags["dropout"], "in training mode")
+    equal("resume", len(trained) - 1, int(flags["resume"]), "models that were trained after the first")
+    checks = {check["name"] for check in run.record.data["checks"]}
+    facts = run.record.data["facts"]
+    compared = len({"evaluation", "generation"} & (checks | set(facts)))
+    equal("evaluation", compared / 2, int(flags["evaluation"]), "loss and tokens after the training")
+
+
+def dropout(module: Any) -> float:
+    """Return the largest probability of dropout in a module; 0 for None, a module that is not in training mode."""
+    if module is None:
+        return 0.0
+    found = [part.p for part in module.modules() if isinstance(part, nn.Dropout)]
+    return max([*found, *(getattr(part, "attention_dropout", 0.0) or 0.0 for part in module.modules())])
 
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # names of Trainer's arguments

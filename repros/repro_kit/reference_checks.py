@@ -269,6 +269,8 @@ def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -
     trained.save(folder)
     run.phase("load")
     loaded = fresh()  # from another seed: without loading, everything would differ
+    if loaded is trained or loaded.inner is trained.inner:
+        raise ValueError("fresh() returned the trained model: loading into it shows nothing")
     loaded.load(folder)
     names, differ = [], []
     for (name, expected), (other, actual) in zip_longest(trained.each(), loaded.each(), fillvalue=("", torch.empty(0))):

@@ -233,6 +233,7 @@ def test_log_matches_by_code_location(name: str) -> None:
 
 CHECK = {"kind": "check", "check": "logits"}
 BAD = check("logits", False)
+TEXT = check(passed=False, actual="cpu", expected="cuda", tolerance=None)
 SIGNAL = {"kind": "signal", "signal": "SIGSEGV"}
 DIED = ok(0, exit_code=-11, record=record(0, done=False), stack=f"    f ({SITE}/torch/x.py:1)")
 
@@ -242,6 +243,12 @@ DIED = ok(0, exit_code=-11, record=record(0, done=False), stack=f"    f ({SITE}/
     [
         (CHECK, finished(checks=[check(), BAD]), True),
         (CHECK, finished(checks=[BAD], done=False), False),
+        (CHECK, finished(checks=[check(passed=False, actual="nan")]), False),
+        (CHECK, finished(checks=[check(passed=False, actual="inf")]), False),
+        ({**CHECK, "actual": [0.4, 0.6]}, finished(checks=[BAD]), True),
+        ({**CHECK, "actual": [0.6, 0.9]}, finished(checks=[BAD]), False),
+        ({**CHECK, "actual": [0.4, 0.6]}, finished(checks=[TEXT]), False),
+        (CHECK, finished(checks=[TEXT]), True),
         (CHECK, finished(checks=[check(actual=0.5)]), False),  # void: the rank says that it passed
         (SIGNAL, {**DIED, "exit_code": None, "signal": "SIGSEGV"}, True),
         *(
@@ -395,6 +402,7 @@ def shown(
     signature: Signature, frames: list[dict[str, Any]], timed_out: bool = True, **part: Any
 ) -> dict[str, Any]:
     """An observation of the signature's kind with these parts; those left out are as declared."""
+    number = part.pop("number", signature.actual[0] if signature.actual else 0.5)
     patterns, made = message_patterns(signature), signature.model_copy(update=part)
     text = part.get("message", of_text(patterns[0]) if patterns else "")
     lines = [f'  File "{f["file"]}", line 1 in {f["function"]}' for f in reversed(frames)]
@@ -411,12 +419,17 @@ def shown(
     ranks = {
         "exception": lambda rank: failed(rank, error),
         "log": lambda rank: finished(rank, logs=[entry]),
-        "check": lambda rank: finished(rank, checks=[check(made.check or "", False)]),
+        "check": lambda rank: finished(rank, checks=[failed_check(made.check or "", number)]),
         "signal": lambda rank: ended(rank, by="self", signal=made.signal or "", stack=stack),
         "hang": lambda rank: ended(rank, by="timeout", signal="SIGKILL", stack=stack),
     }[signature.kind]
     backend, late = next(iter(signature.messages), "gloo"), timed_out and signature.kind == "hang"
     return observation(ranks(0), ranks(1), backend=backend, timed_out=late)
+
+
+def failed_check(name: str, number: float | str) -> dict[str, Any]:
+    """A check that failed with this number."""
+    return check(name, False, actual=number, expected=1e6, tolerance=1.0)
 
 
 ANOTHER = {
@@ -436,6 +449,12 @@ def negatives(signature: Signature) -> Iterator[tuple[str, dict[str, Any]]]:
     for part, value in ANOTHER.items():
         if getattr(signature, part):
             yield part, shown(signature, frames, **{part: value})
+    if signature.kind == "check":
+        low, high = signature.actual or (0, 1)
+        numbers: list[float | str] = ["nan", "inf"]
+        numbers += [low - 1, high + 1] if signature.actual else []
+        for number in numbers:
+            yield "actual", shown(signature, frames, number=number)
     if signature.kind == "hang":
         yield "deadline", shown(signature, frames, timed_out=False)
     for number in range(len(signature.frames)):

@@ -131,7 +131,7 @@ while not os.path.exists(os.path.dirname(__file__) + "/pid"): time.sleep(0.01)
     [
         (THREAD.format(1), ("(thread)", "(w, from the import of imported_module)")),
         pytest.param(THREAD.format(64), ("(thread)", "64 of w, from"), marks=pytest.mark.slow),
-        (PROCESS, ("(process)", "imported_module")),
+        pytest.param(PROCESS, ("(process)", "imported_module"), marks=pytest.mark.slow),
         pytest.param(
             "import torch\ntorch.cuda.is_initialized = lambda: True",
             ("(cuda)",),

@@ -25,6 +25,7 @@ import traced_training as training
 from repro_matrix.launch.worker import tracer
 from repro_matrix.launch.worker.tracer import ending
 from repro_matrix.launch.worker.tracer.batches import RootBatch
+from repro_matrix.launch.worker.tracer.layout import Parameter
 from repro_matrix.launch.worker.tracer.sketch import BLOCK, Noise, sketch
 
 Json = dict[str, Any]
@@ -338,6 +339,61 @@ def test_compiled_model_runs_uncompiled_under_its_names(folder: Path) -> None:
     ) == 14
 
 
+def test_a_compiled_step_of_an_optimizer_is_a_step(folder: Path) -> None:
+    model = training.new_model()
+    optimizer = training.adamw(model)
+    update = torch.compile(optimizer.step, backend="eager")
+    for batch in training.batches(2):
+        model(input_ids=batch, labels=batch)["loss"].backward()
+        update()
+    assert [each["s"] for each in lines(folder, "step")] == [0, 1] and not lines(folder, "note")
+
+
+def test_a_step_that_only_makes_states_is_none(folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    model = training.new_model()
+    optimizer = training.adamw(model)
+    for batch in training.batches(2):
+        _init_optim_state(optimizer)
+        step(model, optimizer, batch)
+    assert [each["s"] for each in lines(folder, "step")] == [0, 1]
+    assert all("exp_avg" in each["groups"][0]["state"] for each in lines(folder, "opt"))
+
+
+def test_reading_a_parametrized_weight_is_no_call_of_a_model(folder: Path) -> None:
+    model = training.new_model()
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    model.head.weight.sum()
+    model(input_ids=training.batches(1)[0])
+    assert [each["root"] for each in lines(folder, "batch")] == [0]
+    assert lines(folder, "model")[0]["names"][0] == ["", "Model"]
+
+
+def test_schedule_and_names_of_a_group(folder: Path) -> None:
+    model = training.new_model()
+    optimizer = training.adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for batch in training.batches(2):
+        step(model, optimizer, batch)
+        scheduler.step()
+        scheduler.step()
+    steps = lines(folder, "opt")
+    assert [each["at"] for each in steps] == [0, 2]
+    assert steps[0]["names"] == [[name for name, *_ in lines(folder, "model")[0]["parameters"]]]
+
+
+def test_a_model_beside_that_of_deepspeed_has_nothing_in_its_optimizer() -> None:
+    """The model was trained before, or is a reference."""
+    held = torch.nn.Parameter(torch.ones(2))
+    held.grad = torch.ones(2)
+    plain = Parameter("weight", [2], "float32", True, held, [])
+    assert plain.received(None, torch.optim.SGD([torch.ones(2)])) is None
+    assert plain.gradient() is not None
+    held._hp_mapping = None  # another rank has it
+    assert plain.of_zero and plain.received(None, torch.optim.SGD([held])) is None
+
+
 def test_selective_checkpointing_does_not_see_the_tracer(tmp_path: Path) -> None:
     checkpointing = pytest.importorskip("torch.utils.checkpoint")
     if not hasattr(checkpointing, "create_selective_checkpoint_contexts"):
@@ -396,7 +452,12 @@ for number, batch in enumerate(data):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "end"), [("kill", None), ("raise", "exception"), ("workers", "window")]
+    ("how", "end"),
+    [
+        pytest.param("kill", None, marks=pytest.mark.slow),
+        ("raise", "exception"),
+        ("workers", "window"),
+    ],
 )
 def test_script_of_a_user_is_traced_to_its_end(tmp_path: Path, how: str, end: str | None) -> None:
     script, records, traces = tmp_path / "train.py", tmp_path / "records", tmp_path / "traces"

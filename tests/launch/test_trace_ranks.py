@@ -32,7 +32,7 @@ STRATEGIES = {
 ZERO = {"zero2": ("ZeRO-2", 0), "zero3": ("ZeRO-3", 14)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Trace]]:
     """Return the trace of one process and two with noise; True: clipped."""
     folder = tmp_path_factory.mktemp("one")

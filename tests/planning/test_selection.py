@@ -198,6 +198,7 @@ HEAD = "# @package _global_\n"
         (["list", "hardware=cpu,auto"], None, "auto cannot be combined"),
         (["list", "ranks=0"], None, "not a number of ranks"),
         (["list", "case=qwen15-fsdp-norm-shard", "flags.call=innr"], None, "did you mean 'inner'"),
+        (["list", "case=train-step", "flags.clip=yes"], None, "takes a number"),
         (["list", "+matrix=sedes"], None, "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], None, "+matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], None, "'stak' is not in"),

@@ -164,7 +164,7 @@ def test_figures_and_names_of_the_readme_are_those_of_the_code() -> None:
     assert min(took) / 60 - 1 <= int(minutes[1]) <= max(took) / 60 + 1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with --strict: a dead link, a wrong anchor or a page outside the navigation
     is an error."""

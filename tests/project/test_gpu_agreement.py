@@ -8,6 +8,7 @@ import pytest
 from bench import agreement
 
 pytestmark = [
+    pytest.mark.slow,  # grades all runs of results/gpu, with their histories
     pytest.mark.xdist_group("baseline"),
     pytest.mark.usefixtures("published_rows"),
 ]

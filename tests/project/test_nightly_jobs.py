@@ -418,6 +418,7 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(
     assert "fsdp-uniform-dtype" in summary.read_text()
 
 
+@pytest.mark.slow
 def test_action_removes_from_a_kept_environment_what_an_earlier_job_installed_of_its_checkout(
     tmp_path: Path,
 ) -> None:

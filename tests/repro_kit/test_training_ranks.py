@@ -91,6 +91,8 @@ def test_injected_fault_fails_in_every_strategy(
     trainings |= {
         name: {**RECIPES[flag], "sabotage": name} for name, (_, _, flag) in OF_FLAGS.items()
     }
+    for flag in set(RECIPES) - {"resume"}:  # as if the scripts did not know the flag
+        trainings[f"{flag} ignored"] = {**RECIPES[flag], "ignored": True}
     trainings["no reduction, autocast"] = {**RECIPES["autocast"], "sabotage": "skip_all_reduce"}
     imports = ["deepspeed"] if strategies[0].startswith("zero") else ["accelerate", "peft"]
     asked = {"strategies": strategies, "trainings": trainings}
@@ -102,6 +104,14 @@ def test_injected_fault_fails_in_every_strategy(
                 continue
             found = together([seen(facts[f"{strategy}/{name}"]["checks"]) for facts in ranks])
             what = (strategy, name, found)
+            doubts = [outside_bounds(facts[f"{strategy}/{name}"]["effects"]) for facts in ranks]
+            if "ignored" in flags:
+                assert set(found.values()) == {"passed"}, what  # its reference ignores it, too
+                flag = {"autocast": "precision"}.get(name.split()[0], name.split()[0])
+                assert all(flag in doubt for doubt in doubts), (what, doubts)
+                continue
+            if "sabotage" not in flags:
+                assert not any(doubts), (what, doubts)
             if "sabotage" not in flags or name in cannot:  # honest, or the fault changes nothing
                 assert set(CHECKS) - {"checkpoint"} <= set(found), what
                 assert name in cannot or "checkpoint" in found, what
@@ -115,6 +125,15 @@ def test_injected_fault_fails_in_every_strategy(
             assert (found["gradient"] == "passed") == late, what
             if name != "last_part_only":  # the first part's gradient is zero, on every rank
                 assert (found["batches"] == "failed") == (name == "same_data"), what
+
+
+def outside_bounds(effects: list[Json]) -> list[str]:
+    bounded = [item for item in effects if {"least", "most"} & set(item)]
+    return [
+        item["what"]
+        for item in bounded
+        if not item.get("least", -math.inf) <= item["actual"] <= item.get("most", math.inf)
+    ]
 
 
 def together(ranks: list[dict[str, str]]) -> dict[str, str]:

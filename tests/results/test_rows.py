@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,17 @@ def cases() -> Mapping[str, Case]:
     return catalog.load().cases
 
 
+@pytest.fixture(scope="session")
+def evidence() -> list[Document]:
+    """Read two cells of published evidence."""
+    return list(islice(Store(BASELINE).documents(cases=[CASE]), 2))
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evidence: list[Document]) -> Path:
     """A run folder with two cells of published evidence, and no baseline beside it."""
     monkeypatch.setattr("repro_matrix.config.project.published", lambda: [])
-    for document in list(Store(BASELINE).documents(cases=[CASE]))[:2]:
+    for document in evidence:
         hardware, label = document["hardware"]["profile"], document["stack"]["label"]
         path = tmp_path / hardware / label / f"{document['cell_id']}.json"
         path.parent.mkdir(parents=True)

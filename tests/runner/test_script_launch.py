@@ -348,7 +348,13 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
 @pytest.mark.parametrize(
     ("how", "checks", "outcome", "text"),
     [
-        ("right", REPLICAS + FINITE, "passed", "parameters_finite: 2 tensors and 2 gradients"),
+        pytest.param(
+            "right",
+            REPLICAS + FINITE,
+            "passed",
+            "parameters_finite: 2 tensors and 2 gradients",
+            marks=pytest.mark.slow,
+        ),
         (
             "bypassed",
             REPLICAS,

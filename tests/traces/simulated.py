@@ -504,7 +504,7 @@ class Simulation:
             "foreach": run.world > 1,
         }
         for rank in range(run.world):
-            self.write(rank, "opt", **{"class": "AdamW"}, groups=[group])
+            self.write(rank, "opt", **{"class": "AdamW"}, groups=[group], at=steps)
         for name in self.weights:
             if name in received:
                 grad = received[name][0]

@@ -196,3 +196,15 @@ def test_reading_never_fails(good, share, garbage):
 def test_a_folder_that_is_not_there(tmp_path, good):
     location = locate(read_trace(good[0]), read_trace(tmp_path / "nothing"))
     assert location.verdict == "inconclusive" and "nothing" in location.reason
+
+
+def test_a_script_that_only_evaluates_has_other_samples(tmp_path):
+    """Without gradients, a call on other samples is all that such a script shows."""
+    for side, order in (("good", 0), ("bad", 1)):
+        (tmp_path / side).mkdir()
+        batch = {"k": "batch", "s": 0, "m": 0, "root": 0, "grad": False, "samples": [order]}
+        lines = [{"k": "start", "rank": 0, "world": 1}, batch, {"k": "end", "reason": "exit"}]
+        text = "\n".join(json.dumps(line) for line in lines)
+        (tmp_path / side / "trace-0.jsonl").write_text(text)
+    found = locate(read_trace(tmp_path / "good"), read_trace(tmp_path / "bad"))
+    assert (found.verdict, found.stage) == ("differs", "data")

@@ -134,7 +134,7 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: Any, bad: Any) 
         ("", "edited", 0, "gradient before the optimizer", "2.bias"),
         ("", "no gradient", 0, "gradient before the optimizer", "2.bias"),
         ("", "copied optimizer", 0, "update", "0.weight"),
-        ("momentum", "momentum swapped", 1, "update", "0.weight"),
+        ("momentum", "momentum swapped", 1, "optimizer setting", "group 0: state"),
     ],
 )
 def test_an_error_of_a_training_loop_is_named(tmp_path, monkeypatch, good, bad, step, stage, place):

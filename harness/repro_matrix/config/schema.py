@@ -83,6 +83,7 @@ class Signature(Strict):
     )
     logger: Regex | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
+    actual: tuple[float, float] | None = None  # check: the bounds of its wrong numbers
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
     accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
@@ -113,6 +114,8 @@ class Signature(Strict):
                 raise ValueError(
                     f"message {pattern!r} matches anything: say what the failure's text is"
                 )
+        if self.actual and (self.kind != "check" or self.actual[0] > self.actual[1]):
+            raise ValueError("actual: [least, most] belongs to a signature of kind check")
         if self.type in ("Exception", "BaseException"):
             raise ValueError(f"type {self.type} is every error's: name the type that is raised")
         if self.kind == "exception" and not (self.message or self.messages):
@@ -251,6 +254,7 @@ class Flag(Strict):
     full: Any = None  # its default at scale=full, where that is another
     choices: list[Any] | None = None
     strategies: list[str] | None = None  # those in which another value than the default exists
+    effect: bool = False  # another value than the default needs evidence: an effect of this name
     help: str = ""
 
 

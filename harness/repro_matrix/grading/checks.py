@@ -41,6 +41,7 @@ class CheckResult:
     state: State
     details: str
     severity: float = 0.0  # |actual - expected| / tolerance: orders failed checks
+    actual: Any = None
 
     @property
     def failed(self) -> bool:
@@ -69,13 +70,13 @@ def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckRes
     made_at = number(check.get("at"))
     if state != "void" and not (made_at is not None and done_at is not None and made_at <= done_at):
         return CheckResult(name, "void", f"not made before the script was done; {details}")
-    return CheckResult(name, state, details, severity)
+    return CheckResult(name, state, details, severity, check.get("actual"))
 
 
 def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
     values = _format(check)
     tolerance = _number(check["tolerance"])
-    actual, expected = _numbers(check.get("actual")), _numbers(check.get("expected"))
+    actual, expected = numbers_of(check.get("actual")), numbers_of(check.get("expected"))
     if tolerance is None or not 0 <= tolerance < math.inf:
         return "void", f"the tolerance is not a number from 0 on: {values}", 0.0
     if actual is None or expected is None:
@@ -101,7 +102,7 @@ def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
 def _compare_values(check: Mapping[str, Any]) -> tuple[State, str, float]:
     values = _format(check)
     actual, expected, subject = check.get("actual"), check.get("expected"), check.get("subject")
-    if _numbers(expected) is not None or _numbers(actual) is not None:
+    if numbers_of(expected) is not None or numbers_of(actual) is not None:
         return "void", f"numbers without a tolerance: {values}", 0.0
     if not isinstance(subject, str) or not subject.strip():
         return "void", f"does not say what it looked at: {values}", 0.0
@@ -148,7 +149,7 @@ def _number(value: Any) -> float | None:
         return math.inf  # of either sign: not finite
 
 
-def _numbers(value: Any) -> list[float] | None:
+def numbers_of(value: Any) -> list[float] | None:
     """Return a number, or a flat list of at least one, as a list; None for everything else."""
     values = [_number(item) for item in (value if isinstance(value, list) else [value])]
     numbers = [item for item in values if item is not None]

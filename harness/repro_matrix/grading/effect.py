@@ -9,15 +9,15 @@ attempt that would pass otherwise:
 - the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model
   split where it was
   given more GPUs than ranks?
-- whatever else the pass criteria list (``effects``), or a rank measured: is the number within its
-  bounds?
+- whatever else the pass criteria list (``effects``), a changed flag promises (``effect: true``),
+  or a rank measured: is the number within its bounds?
 - the flags and options that the variant changes: did some rank read them?
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from repro_matrix.config.schema import Case
@@ -54,7 +54,7 @@ def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
         or _strategy(
             attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind
         )
-        or _measurements(case, attempt.ranks)
+        or _measurements(case, attempt)
         or _unread_setting(case, variant, attempt)
     )
 
@@ -227,13 +227,16 @@ def _collectives(attempt: Evidence, slug: str, wanted: Iterable[Any]) -> str | N
     return None
 
 
-def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
+def _measurements(case: Case, attempt: Evidence) -> str | None:
     """Check that every rank measured the same effects, each within its bounds.
 
-    These are the effects in the pass criteria, and those that any rank measured.
+    These are the effects in the pass criteria, those of changed flags, and those that any rank
+    measured.
     """
+    ranks = attempt.ranks
+    of_flags = [name for name in _changed_flags(case, attempt) if case.flags[name].effect]
     measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
-    for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
+    for name in dict.fromkeys([*case.pass_criteria.effects, *of_flags, *measured]):
         without = [rank.rank for rank in ranks if not _effects(rank, name)]
         if without:
             return f"{name} left no evidence on {list_ranks(without)}"
@@ -264,17 +267,21 @@ def _unread_setting(case: Case, variant: str, attempt: Evidence) -> str | None:
         "flag": {name for each in recorded for name in each.get("flags", ())},
         "option": {name for each in recorded for name in each.get("options", ())},
     }
-    flags = attempt.settings.get("flags", {})
-    changed = [
-        name
-        for name, flag in case.flags.items()
-        if name in flags and not same_json(flags[name], flag.default)
-    ]
+    changed = _changed_flags(case, attempt)
     for kind, names in (("flag", changed), ("option", [] if spec.strategy else list(spec.options))):
         for name in names:
             if name not in read[kind]:
                 return f"the {kind} {name} was never read: the variant changes nothing by it"
     return None
+
+
+def _changed_flags(case: Case, attempt: Evidence) -> list[str]:
+    flags = attempt.settings.get("flags", {})
+    return [
+        name
+        for name, flag in case.flags.items()
+        if name in flags and not same_json(flags[name], flag.default)
+    ]
 
 
 def _value(value: Any) -> str:

@@ -10,7 +10,8 @@ What counts, by kind:
   message). It may have
   ended the rank or one of its threads, or be of a destructor or atexit handler.
 - ``log``: a warning or log record that the package made.
-- ``check``: a check of that name that failed on a rank which finished.
+- ``check``: a check of that name that failed on a rank which finished, with finite numbers, within
+  the bounds that the signature declares.
 - ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a
   collective that it
   waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -39,6 +41,7 @@ from itertools import chain
 from pathlib import Path
 
 from repro_matrix.config.schema import Case, CollectivePattern, FramePattern, Signature
+from repro_matrix.grading.checks import numbers_of
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
 from repro_matrix.grading.observation import (
     CodeLocation,
@@ -175,9 +178,13 @@ def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failure
 def _failed_check(
     signature: Signature, rank: Rank, patterns: Patterns, failures: Failures
 ) -> str | None:
+    """Match a failed check whose numbers are finite, and within the signature's bounds."""
+    low, high = signature.actual or (-sys.float_info.max, sys.float_info.max)
     for check in rank.checks if rank.done else ():
         if check.name == signature.check and check.failed:
-            return f"check {check.name} failed ({check.details})"
+            text = [] if signature.actual is None else [math.nan]
+            if all(low <= each <= high for each in numbers_of(check.actual) or text):
+                return f"check {check.name} failed ({check.details})"
     return None
 
 

@@ -224,14 +224,22 @@ def overrides_of(
     return tuple(words)
 
 
+NUMBERS = (int, float)
+
+
 def _check_flags(cases: list[Case], selection: Selection) -> None:
     for name, values in selection.flags.items():
         having = [case for case in cases if name in case.flags]
         if not having:
             raise unknown("flag", name, {flag for case in cases for flag in case.flags}, "flags")
         for case in having:
-            choices = case.flags[name].choices
+            choices, default = case.flags[name].choices, case.flags[name].default
             for value in values:
+                if not choices and type(default) in NUMBERS and type(value) not in NUMBERS:
+                    raise ConfigError(
+                        f"flags.{name}={as_yaml(value)} cannot run: case {case.slug} takes a number"
+                        f" there. Give one, such as {default}."
+                    )
                 if choices is not None and value not in choices:
                     raise unknown(
                         f"value of flags.{name}",

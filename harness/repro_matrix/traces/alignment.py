@@ -117,7 +117,8 @@ class Step:
             if kind == "batch":
                 samples = tuple(map(str, event["samples"]))
                 labels = tuple(map(str, event.get("labels") or [""] * len(samples)))
-                batch = Batch(event["root"], samples, labels, event.get("grad", True))
+                grad = event.get("grad", True) or not trace.has_gradients
+                batch = Batch(event["root"], samples, labels, grad)
                 self.batches[rank, event["m"]] = batch
             elif kind == "opt":
                 self.optimizers.setdefault(rank, []).append(event)
@@ -134,12 +135,12 @@ class Step:
                 name = f"root{batch.root}.{name}"
         elif kind == "buffer":
             kind = f"buffer {event['w']}"
-        key = Key(kind, self._called(name), event.get("i", 0), event.get("t", 0))
+        key = Key(kind, self.counterpart(name), event.get("i", 0), event.get("t", 0))
         while kind == "clip" and any(rank == other for other, _ in self.events.get(key, ())):
             key = key._replace(call=key.call + 1)
         self.events.setdefault(key, []).append((rank, event))
 
-    def _called(self, name: str) -> str:
+    def counterpart(self, name: str) -> str:
         """Return the other side's name of a parameter, a buffer or a module."""
         found = ROOT.match(name)
         root = int(found[1]) if found else 0
@@ -217,7 +218,8 @@ class Step:
     def trained(self) -> dict[Sample, Owner]:
         """Return the samples of calls with gradients.
 
-        An evaluation during the training does not change its data.
+        An evaluation during the training does not change its data. Where no call has gradients, all
+        samples are those of the script.
         """
         return {id_: owner for id_, owner in self.samples.items() if id_[2]}
 
@@ -232,7 +234,7 @@ class Step:
     @cached_property
     def parameters(self) -> dict[str, tuple[str, bool]]:
         """Return the dtype of each parameter, and True if it is trained."""
-        return {self._called(name): each for name, each in self.trace.parameters.items()}
+        return {self.counterpart(name): each for name, each in self.trace.parameters.items()}
 
     def trains(self, name: str) -> bool:
         return self.parameters.get(name, ("", True))[1]
@@ -248,6 +250,13 @@ class Step:
     def shows_updates(self) -> bool:
         """Return True if a parameter without a value after the step still has the one before it."""
         return not self.stopped and ("param" in self.kinds or not self.optimizers)
+
+    @property
+    def learns(self) -> bool:
+        """Return False if every learning rate is 0: such a step changes nothing."""
+        events = [event for each in self.optimizers.values() for event in each]
+        rates = [group.get("lr", 1.0) for event in events for group in event["groups"]]
+        return any(rates) or not rates
 
     def has(self, key: Key) -> bool:
         before = key._replace(kind="state")

@@ -167,11 +167,15 @@ class Pair:
         """Return the side whose optimizer made no step although the other's did, or nothing."""
         updates = [each for each in self.differences if each.stage == "update"]
         sides = {
-            "bad side": [each.bad for each in updates],
-            "good side": [each.good for each in updates],
+            "bad side": (self.other, [each.bad for each in updates]),
+            "good side": (self.good, [each.good for each in updates]),
         }
         return next(
-            (name for name, changes in sides.items() if changes and not any(map(np.any, changes))),
+            (
+                name
+                for name, (step, changes) in sides.items()
+                if changes and not any(map(np.any, changes)) and step.learns
+            ),
             "",
         )
 
@@ -317,7 +321,9 @@ class Pair:
                     return  # no update
                 norms = np.linalg.norm(changes, axis=1) / np.sqrt(changes.shape[1])
                 # If a step changes little, the rounding of the value itself is larger than the
-                # change.
+                # change; if it changes less than that, both are measured by the value.
+                dtype = self.good.parameters.get(key.name, ("",))[0]
+                norms = np.where(norms > epsilon(dtype) * rows.norms, norms, rows.norms)
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))
                 rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
         self.add(stage, key, rows, OtherRows(values, other.owners), floor)

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class Trace:
     def complete_steps(self) -> list[int]:
         """Steps that every rank completed."""
         return [step for step in self.steps if not self.stopped_in(step)]
+
+    @cached_property
+    def has_gradients(self) -> bool:
+        """Return False if no model was called with gradients: the script only evaluates."""
+        events = (event for step in self.steps for _, event in self.events(step))
+        return any(event.get("grad") for event in events)
 
     @property
     def models(self) -> list[Event]:

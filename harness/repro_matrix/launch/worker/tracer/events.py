@@ -80,6 +80,7 @@ class Tracer:
             None,
         )  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
         self.optimizers: Dict[int, int] = {}  # those with parameters that no model has -> number
+        self.schedules: Dict[int, int] = {}  # optimizer -> steps of its scheduler
         self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
         self.grad = True  # gradients were enabled in the last root call
         self.forget()
@@ -162,9 +163,10 @@ class Tracer:
     ) -> bool:
         """Begin a micro-batch, unless the module is a loss function: that has no parameters.
 
-        grad: enabled here.
+        Nor if a parametrization is called, as it is when a weight is only read. grad: enabled here.
         """
-        if next(module.parameters(), None) is None:
+        kinds = layout.type_names(module)
+        if next(module.parameters(), None) is None or "ParametrizationList" in kinds:
             return False
         if self.stepped:
             self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = (
@@ -243,11 +245,7 @@ class Tracer:
                 "torch.compile is switched off in a trace: an error of a compiler is not found"
             )
         held = {id(each.held) for each in self.parameters.values() if not each.flat}
-        found = [
-            each
-            for each in layout.parameters(module, names, self.zero)
-            if id(each.held) not in held
-        ]
+        found = [each for each in layout.parameters(module, names) if id(each.held) not in held]
         for each in found:
             each.name = prefixed(root, each.name)
         for each, name in names.items():
@@ -473,17 +471,19 @@ class Tracer:
             self._add_values("before", [each.name for each in found], ())
 
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
-        """Record the settings of an optimizer's groups.
+        """Record the settings and the state of an optimizer's groups.
 
-        first: the first parameter of each group, which distinguishes the groups of several
-        optimizers.
+        names: of each group's parameters, which tell the groups of several optimizers apart.
         """
-        names = {id(each.held): name for name, each in self.parameters.items()}
-        first = [
-            next((names[id(p)] for p in each["params"] if id(p) in names), "") for each in groups
-        ]
-        plain = [settings(each) for each in groups]
-        self.add("opt", **{"class": type(optimizer).__name__}, groups=plain, first=first)
+        names: Dict[int, List[str]] = {}
+        for name, each in self.parameters.items():
+            names.setdefault(id(each.held), []).append(name)
+        self.add(
+            "opt",
+            **{"class": type(optimizer).__name__, "at": self.schedules.get(id(optimizer))},
+            groups=[{**settings(each), "state": state_of(optimizer, each)} for each in groups],
+            names=[[n for p in each["params"] for n in names.get(id(p), ())] for each in groups],
+        )
 
     @guarded
     def before_step(self, optimizer: Any) -> None:
@@ -558,3 +558,16 @@ def settings(group: Dict[str, Any]) -> Dict[str, Any]:
         for name, each in plain.items()
         if isinstance(each, (int, float, str, tuple, list, type(None)))
     }
+
+
+def state_of(optimizer: Any, group: Dict[str, Any]) -> str:
+    """Return the dtypes of what an optimizer keeps for a group's parameters, and its step."""
+    found: Set[str] = set()
+    for name, each in (
+        item for held in group["params"] for item in optimizer.state.get(held, {}).items()
+    ):
+        if name == "step":
+            found.add(f"step {float(each):g}")
+        elif isinstance(each, torch.Tensor):
+            found.add(f"{name} {layout.dtype_name(each)}")
+    return ", ".join(sorted(found))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import FrameType
 from typing import Any, Callable, Optional, Set, Tuple
 
 import torch
@@ -39,8 +40,11 @@ def set_hooks() -> None:
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             patch(owner, name, clipping)
     torch.nn.modules.module.register_module_forward_hook(on_forward)
-    register_optimizer_step_pre_hook(lambda optimizer, *_: tracer and tracer.before_step(optimizer))
-    register_optimizer_step_post_hook(lambda optimizer, *_: tracer and tracer.after_step(optimizer))
+    patch(torch.optim.lr_scheduler.LRScheduler, "step", scheduling)
+    # Compiled code would contain a hook, or be another code because of it.
+    before, after = map(torch._disable_dynamo, (before_step, after_step))
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def install_late() -> None:
@@ -57,7 +61,8 @@ def calling(original: Callable) -> Callable:
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global depth
         own = tracer
-        if own is None or not own.open:
+        # The last is code that torch.compile made of an optimizer's step.
+        if own is None or not own.open or hasattr(self, "compile_subgraph_reason"):
             return original(self, *args, **kwargs)
         is_root = False
         if depth == 0 and not recomputing():
@@ -103,6 +108,34 @@ def clipping(original: Callable) -> Callable:
         return norm
 
     return clip
+
+
+def before_step(optimizer: Any, *_: Any) -> None:
+    if tracer is not None and not making_states():
+        tracer.before_step(optimizer)
+
+
+def after_step(optimizer: Any, *_: Any) -> None:
+    if tracer is not None and not making_states():
+        tracer.after_step(optimizer)
+
+
+def making_states() -> bool:
+    """Return True in a step by which torch.distributed.checkpoint only makes states."""
+    frame: Optional[FrameType] = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
+
+
+def scheduling(original: Callable) -> Callable:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if tracer is not None:
+            tracer.schedules[id(self.optimizer)] = self.last_epoch
+        return result
+
+    return step
 
 
 def engine_step(original: Callable) -> Callable:

@@ -174,11 +174,48 @@ class Parameter:
         """Return this rank's part of the parameter in what is held, or in its gradient."""
         return None if tensor is None else located(tensor)
 
+    @property
+    def of_zero(self) -> bool:
+        """Return True if an engine of DeepSpeed holds the parameter in an optimizer of its own."""
+        return hasattr(self.held, "ds_tensor") or hasattr(self.held, "_hp_mapping")
+
     def value(self) -> Optional[Part]:
-        return self.part(self.held)
+        span = self.span()
+        if span is None or not hasattr(self.held, "ds_tensor"):
+            return self.part(self.held)
+        return Part(self.held.ds_tensor.detach().reshape(-1)[: span[1]], "shard", span[0])
 
     def gradient(self) -> Optional[Part]:
-        return self.part(self.held.grad)
+        if not self.of_zero:
+            return self.part(self.held.grad)
+        found = sys.modules["deepspeed"].utils.safe_get_full_grad(self.held)  # a collective
+        return None if found is None else Part(found)
+
+    def span(self) -> Optional[Tuple[int, int]]:
+        """Return where the slice begins that this rank's optimizer steps on, and its size."""
+        own, mapping = (
+            getattr(self.held, "ds_tensor", None),
+            getattr(self.held, "_hp_mapping", None),
+        )
+        if own is not None:
+            start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
+            return start, max(0, min(own.numel(), self.held.ds_numel - start))
+        return mapping and (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
+        """Return this rank's slice of the gradient in the inner optimizer's flat tensors."""
+        span, mapping, group, first = self.span(), getattr(self.held, "_hp_mapping", None), None, 0
+        if mapping is not None:
+            flats = getattr(zero, "single_partition_of_fp32_groups", None)
+            group, first = mapping.param_group_index, mapping.hp_fragment_address.start
+        elif hasattr(self.held, "ds_tensor"):
+            flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+            group, first, _ = zero.grad_position.get(self.held.ds_id, (None, 0, 0))
+        flat = None if group is None or flats is None else flats[group]
+        stepped = any(each is flat for own in inner.param_groups for each in own["params"])
+        if span is None or flat is None or flat.grad is None or not stepped:
+            return None
+        return Part(flat.grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
 
     def line(self) -> List[Any]:
         return [self.name, self.shape, self.dtype, self.trained]
@@ -213,52 +250,7 @@ class FlatParameter(Parameter):
         )
 
 
-class ZeroParameter(Parameter):
-    """A parameter of DeepSpeed.
-
-    ZeRO-3 keeps a flat part of it per rank; the gradients are the engine's.
-    """
-
-    def value(self) -> Optional[Part]:
-        span = self.span()
-        if span is None or not hasattr(self.held, "ds_tensor"):
-            return located(self.held)
-        return Part(self.held.ds_tensor.detach().reshape(-1)[: span[1]], "shard", span[0])
-
-    def gradient(self) -> Optional[Part]:
-        found = sys.modules["deepspeed"].utils.safe_get_full_grad(self.held)  # a collective
-        return None if found is None else Part(found)
-
-    def span(self) -> Optional[Tuple[int, int]]:
-        """Return where the slice begins that this rank's optimizer steps on, and its size."""
-        own, mapping = (
-            getattr(self.held, "ds_tensor", None),
-            getattr(self.held, "_hp_mapping", None),
-        )
-        if own is not None:
-            start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
-            return start, max(0, min(own.numel(), self.held.ds_numel - start))
-        return mapping and (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
-
-    def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
-        """Return this rank's slice of the gradient in the inner optimizer's flat tensors."""
-        span, mapping, group, first = self.span(), getattr(self.held, "_hp_mapping", None), None, 0
-        if mapping is not None:
-            flats = getattr(zero, "single_partition_of_fp32_groups", None)
-            group, first = mapping.param_group_index, mapping.hp_fragment_address.start
-        elif hasattr(self.held, "ds_tensor"):
-            flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-            group, first, _ = zero.grad_position.get(self.held.ds_id, (None, 0, 0))
-        flat = None if group is None or flats is None else flats[group]
-        stepped = any(each is flat for own in inner.param_groups for each in own["params"])
-        if span is None or flat is None or flat.grad is None or not stepped:
-            return None
-        return Part(flat.grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
-
-
-def parameters(
-    root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool
-) -> List[Parameter]:
+def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str]) -> List[Parameter]:
     """Return the parameters of a model in order of registration.
 
     Tied ones have their first name.
@@ -284,12 +276,9 @@ def parameters(
             if id(tensor) in found:
                 found[id(tensor)].owners.append((module, attribute))
                 continue
-            shape, kind = (
-                list(getattr(tensor, "ds_shape", tensor.shape)),
-                ZeroParameter if zero else Parameter,
-            )
+            shape = list(getattr(tensor, "ds_shape", tensor.shape))
             plain = joined(name, attribute), shape, dtype_name(tensor), tensor.requires_grad, tensor
-            found[id(tensor)] = kind(*plain, [(module, attribute)])
+            found[id(tensor)] = Parameter(*plain, [(module, attribute)])
     unique = {id(each): each for each in found.values()}
     order = {module: number for number, module in enumerate(names)}
     return sorted(unique.values(), key=lambda each: order[each.owners[0][0]])
