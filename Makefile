@@ -126,7 +126,7 @@ test-slow: $(READY) ## the rest of them, which is exhaustive, and more examples 
 test-all: test test-slow ## both
 
 test-cluster: $(READY) ## executor=slurm on a SLURM with two nodes, started on this machine (Debian's packages are installed; needs root)
-	@command -v slurmctld slurmd munged > /dev/null || apt-get install --quiet --yes slurm-wlm munge
+	@command -v slurmctld slurmd munged ip > /dev/null || apt-get install --quiet --yes slurm-wlm munge iproute2
 	@$(PY) -m pytest tests/cluster -m cluster -n 0 $(PYTEST_ARGS)
 
 exports: $(READY) ## every case's folder as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
