@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from repro_matrix.cluster import controller as controllers
-from repro_matrix.cluster.controller import Controller, Part
+from repro_matrix.cluster import jobs
+from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN", str(tmp_path / "queue"))
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
-    monkeypatch.setattr(controllers, "GONE_S", 0.3)
+    monkeypatch.setattr(jobs, "GONE_S", 0.3)
     return tmp_path / "queue"
 
 
@@ -75,9 +75,8 @@ def _maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     ) -> Controller:
         """A run whose shards behave so."""
 
-        def command(self: Controller, part: Part) -> list[str]:
-            stub = str(HERE / "shard.py")
-            return [sys.executable, stub, str(part.folder), behaviors[part.number - 1]]
+        def command(self: Controller, number: int, folder: Path) -> list[str]:
+            return [sys.executable, str(HERE / "shard.py"), str(folder), behaviors[number - 1]]
 
         monkeypatch.setattr(Controller, "_command", command)
         chosen, _ = executors.split(["executor=slurm", "executor.poll_s=0.1", *executor])
@@ -184,7 +183,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         made.start()
         monkeypatch.setenv("SLURM_CONF", made.env["SLURM_CONF"])
         monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
-        monkeypatch.setattr(controllers, "GONE_S", 3.0)
+        monkeypatch.setattr(jobs, "GONE_S", 3.0)
         yield made
     finally:
         made.stop()

@@ -69,7 +69,7 @@ def test_ctrl_c_cancels_the_jobs_and_keeps_what_they_stored(
 
 def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path) -> None:
     first = make("sleeps", "ends")
-    first._submit(first.parts)
+    first.jobs._submit(first.parts)
     until(lambda: len(cases_of_jobs(tmp_path)) == 2)
     jobs = [part.jobs[-1] for part in first.parts]
 
@@ -104,11 +104,11 @@ def test_another_selection_is_not_resumed(make: Make) -> None:
 
 def test_a_queue_that_does_not_answer_is_no_lost_job(make: Make, stand_in: Path) -> None:
     made, stop = make("sleeps"), threading.Event()
-    made._submit(made.parts)
+    made.jobs._submit(made.parts)
     (stand_in / "silent").touch()
-    made._look()
+    made.jobs._look(made.parts)
     time.sleep(0.4)
-    made._look()
+    made.jobs._look(made.parts)
     assert made.parts[0].open and len(made.parts[0].jobs) == 1
     (stand_in / "silent").unlink()
     stop.set()

@@ -6,6 +6,7 @@ The queue is read with squeue: sacct needs an accounting database, which many cl
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,14 @@ class Job:
     @property
     def waits(self) -> bool:
         return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
+
+
+class TooMany(MeasureError):
+    """SLURM accepts fewer jobs: in one array, or now. The message is that of sbatch."""
+
+
+# sbatch's words for it: above MaxArraySize; above a limit of jobs that are queued; a full queue.
+_TOO_MANY = re.compile("array specification|SubmitJob|MaxJobs|temporarily|try again", re.IGNORECASE)
 
 
 class Shard:
@@ -76,7 +85,7 @@ def submit(
 ) -> list[str]:
     """Submit shards as one array and return their job ids.
 
-    Raises MeasureError with sbatch's message.
+    Raises MeasureError with sbatch's message, TooMany if fewer jobs may be accepted.
     """
     import submitit
 
@@ -99,10 +108,8 @@ def submit(
     try:
         return [str(job.job_id) for job in slurm.submit_array(list(shards))]
     except submitit.core.utils.FailedJobError as error:
-        text = f"executor=slurm: sbatch refused the jobs: {error}"
-        if "array" in str(error):
-            text += f"\n{len(shards)} jobs may be above MaxArraySize: set executor.shards lower."
-        raise MeasureError(text) from None
+        refused = TooMany if _TOO_MANY.search(str(error)) else MeasureError
+        raise refused(f"executor=slurm: sbatch refused the jobs: {error}") from None
 
 
 def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
