@@ -14,7 +14,7 @@ from pathlib import Path
 
 import observations
 from repro_matrix.results import runs
-from repro_matrix.results.store import Store
+from repro_matrix.results.store import Store, provenance
 
 folder, behavior = Path(sys.argv[1]), sys.argv[2]
 kind, _, code = behavior.partition(":")
@@ -28,6 +28,7 @@ if kind == "dies-once" and not again.exists():
 store = Store(folder)
 seen = observations.observation(observations.ok(0))
 document = observations.document({"unfixed": [("passed", seen)]}, case=folder.name)
+document["provenance"] |= provenance(0)
 store.save(store.path_of("cpu", "torch2", f"{folder.name}/cell"), document)  # type: ignore[arg-type]
 if kind == "sleeps" or (kind == "sleeps-once" and not again.exists()):
     again.touch()

@@ -33,6 +33,7 @@ def sbatch(file: str) -> None:
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_NTASKS": "1",
             "SLURM_JOB_NODELIST": node,
+            "SLURMD_NODENAME": node,
             **{f"SLURM_{each}": "0" for each in ("NODEID", "PROCID", "LOCALID")},
         }
         if task is not None:

@@ -25,6 +25,12 @@ def test_shards_are_measured_in_jobs_and_their_results_are_together(
     totals = made.run(threading.Event())
     assert cases(tmp_path / "run") == ["shard-1", "shard-2", "shard-3"]
     assert totals.attempts == 3 and not totals.interrupted
+    made_in = [document["provenance"]["job"] for document in totals.documents]
+    assert [job["id"] + "_" + job["task"] for job in made_in] == [
+        part.jobs[-1] for part in made.parts
+    ]
+    assert all(job["node"] == "n1" for job in made_in)
+    assert all((tmp_path / "run" / job["log"]).is_file() for job in made_in)
     # exit code 1 is a result; 3 is less than was requested
     assert [text.partition(":")[0] for text in made.problems()] == ["shard 3"]
 

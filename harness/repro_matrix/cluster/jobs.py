@@ -16,7 +16,7 @@ from pathlib import Path
 
 from repro_matrix.cluster import queue
 from repro_matrix.config.executors import SlurmExecutor
-from repro_matrix.errors import ExitCode
+from repro_matrix.errors import ExitCode, MeasureError
 from repro_matrix.paths import read_json, write_text
 from repro_matrix.results import runs
 from repro_matrix.text import counted
@@ -74,6 +74,7 @@ class Jobs:
     def __init__(self, executor: SlurmExecutor, logs: Path, say: Callable[[str], None]) -> None:
         self.executor, self.logs, self.say = executor, logs, say
         self._status = ""
+        self._accepted = False  # SLURM has accepted a job
         self._held = False  # SLURM accepted fewer jobs than there are: the rest follows them
 
     def run(self, parts: Sequence[Part], stop: threading.Event) -> None:
@@ -85,6 +86,7 @@ class Jobs:
             self._say("SLURM does not answer")
             if stop.wait(self.executor.poll_s):
                 return
+        self._accepted = bool(queued)
         for part in _open(parts):
             part.waits = not part.jobs or part.jobs[-1] not in queued
         while _open(parts) and not stop.is_set():
@@ -119,6 +121,16 @@ class Jobs:
                     return self._say(f"waiting to submit jobs: {error}")
                 parts = parts[: len(parts) // 2]
                 continue
+            except MeasureError as error:
+                if exclude:  # no other node has what the jobs need
+                    exclude = []
+                    continue
+                if not self._accepted:  # the options are wrong
+                    raise
+                for part in parts:
+                    part.problem = str(error)
+                return
+            self._accepted = True
             for part, job in zip(parts, jobs, strict=True):
                 part.note(job)
             return self.say(f"submitted {counted(len(jobs), 'job')}: {jobs[0].partition('_')[0]}")

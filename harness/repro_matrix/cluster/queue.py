@@ -6,6 +6,7 @@ The queue is read with squeue: sacct needs an accounting database, which many cl
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.results.store import JOB_LOG, JOBS
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,11 @@ class Shard:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
-        self.process = subprocess.Popen(self.command, cwd=self.folder)
+        import submitit
+
+        log = submitit.JobEnvironment().paths.stdout.name
+        env = {**os.environ, JOB_LOG: f"{JOBS}/{log}"}
+        self.process = subprocess.Popen(self.command, cwd=self.folder, env=env)
         return self.process.wait()
 
     def checkpoint(self) -> Any:
@@ -60,7 +68,9 @@ class Shard:
 
         if self.process is not None:
             self.process.terminate()  # the run ends its ranks and keeps its results
-            self.process.wait()
+            # This is a signal handler within self.process.wait(), whose lock is not reentrant.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self.process.pid).wait()
         return DelayedSubmission(Shard(self.command, self.folder))
 
 

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import sys
 import time
@@ -36,6 +37,7 @@ MANIFEST = "run.manifest"  # of a run (results/runs.py); no .json: these are cel
 ENDED, UNFINISHED = "ended", "unfinished"  # its state
 LATEST = "latest"  # in a folder of runs: the last of them
 JOBS = "jobs"  # of a run on a cluster: the folders of its shards, whose documents it copies
+JOB_LOG = "REPRO_JOB_LOG"  # variable of a job: its log, in the run's folder
 LOCK = ".lock"  # held while a run writes to a folder
 
 
@@ -366,7 +368,19 @@ def provenance(seed: int) -> dict[str, Any]:
         "harness_version": harness_version(),
         "command": " ".join(["repro", *sys.argv[1:]]),
         "seed": seed,
+        **_job(),
     }
+
+
+def _job() -> dict[str, dict[str, str]]:
+    """Return the job of SLURM that this process runs in, if any."""
+    env = os.environ
+    if "SLURM_JOB_ID" not in env:
+        return {}
+    job = {"id": env.get("SLURM_ARRAY_JOB_ID") or env["SLURM_JOB_ID"]}
+    job["node"] = env.get("SLURMD_NODENAME") or platform.node()
+    names = (("task", "SLURM_ARRAY_TASK_ID"), ("log", JOB_LOG))
+    return {"job": job | {key: env[name] for key, name in names if name in env}}
 
 
 def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:
