@@ -16,20 +16,21 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import zstandard
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from pydantic_core import to_json
 
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
 from repro_matrix.git import git_state
-from repro_matrix.paths import ROOT, cache_dir, write_bytes, write_text
+from repro_matrix.paths import ROOT, cache_dir, file_lock, write_bytes, write_text
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
@@ -57,7 +58,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.damaged: list[str] = []
-        self._lock = FileLock(root / LOCK, timeout=0)
+        self._lock = ExitStack()
 
     def open(self) -> None:
         """Lock the folder for writing.
@@ -66,7 +67,7 @@ class Store:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            self._lock.enter_context(file_lock(self.root / LOCK, timeout=0))
         except Timeout:
             text = (
                 f"{self.root}: another run is writing here. Wait for it, or choose another folder:"
@@ -77,7 +78,7 @@ class Store:
             raise cannot_write(error, self.root) from None
 
     def close(self) -> None:
-        self._lock.release()
+        self._lock.close()
 
     def path_of(self, hardware: str, label: str, cell_key: str) -> Path:
         return self.root / hardware / label / f"{cell_key}.json"
