@@ -1,7 +1,7 @@
 """A shard in place of `repro matrix`: one cell, and what the test needs to go wrong.
 
 Arguments: its results folder, and one of: ends, ends:CODE, fails:CODE, sleeps, dies-once,
-sleeps-once, waits (for a file `go`).
+sleeps-once, unusable (the first node), waits (for a file `go`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ kind, _, code = behavior.partition(":")
 folder.mkdir(parents=True, exist_ok=True)
 again = folder / "again"
 if kind == "fails":
+    print("repro: there is no such case", flush=True)
     sys.exit(int(code))
+if kind == "unusable" and not again.exists():
+    again.touch()
+    print("repro: torch does not import here", flush=True)
+    sys.exit(3)
 if kind == "dies-once" and not again.exists():
     again.touch()
     os.killpg(0, signal.SIGKILL)  # as a node that is lost: no result, no word

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster.conftest import Make
 from repro_matrix.cluster import queue
+from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
 from repro_matrix.errors import ConfigError, MeasureError
 
@@ -58,6 +60,68 @@ def test_a_job_that_is_lost_again_is_reported(make: Make) -> None:
     made.run(threading.Event())
     [problem] = made.problems()
     assert "ended without a result" in problem
+
+
+def test_a_shard_that_a_node_cannot_measure_is_measured_on_another(make: Make) -> None:
+    made = make("unusable", "ends")
+    made.run(threading.Event())
+    assert not made.problems()
+    assert made.parts[0].nodes == ["n1"] and len(made.parts[0].jobs) == 2
+
+
+def test_what_a_failed_shard_said_is_shown(make: Make) -> None:
+    made = make("unusable", "fails:2", executor=("executor.retries=0",))
+    made.run(threading.Event())
+    assert [text.count("(torch does not import here)") for text in made.problems()] == [1, 0]
+    assert [text.count("(there is no such case)") for text in made.problems()] == [0, 1]
+
+
+def test_no_other_node_than_the_one_that_lost_a_job(make: Make) -> None:
+    made = make("dies-once")
+    made.parts[0].nodes = ["n1", "n2"]  # both are excluded, and the queue has no other
+    made.run(threading.Event())
+    assert not made.problems() and len(made.parts[0].jobs) == 2
+
+
+def test_an_array_above_the_limit_of_the_site_is_submitted_in_parts(
+    make: Make, stand_in: Path, tmp_path: Path
+) -> None:
+    (stand_in / "max-array-size").write_text("2")
+    made = make(*["ends"] * 5)
+    made.run(threading.Event())
+    assert not made.problems() and len(cases(tmp_path / "run")) == 5
+    arrays = Counter(part.jobs[0].partition("_")[0] for part in made.parts)
+    assert sorted(arrays.values()) == [1, 2, 2] and all(len(part.jobs) == 1 for part in made.parts)
+
+
+def test_a_full_queue_is_waited_for(make: Make, stand_in: Path, tmp_path: Path) -> None:
+    (stand_in / "max-submit-jobs").write_text("0")
+    made = make("ends", "ends")
+    watch = threading.Timer(
+        0, _when, (lambda: bool(said(made)), (stand_in / "max-submit-jobs").unlink)
+    )
+    watch.start()
+    made.run(threading.Event())
+    watch.join()
+    assert "MaxSubmitJob" in said(made)[0]
+    assert not made.problems() and len(cases(tmp_path / "run")) == 2
+
+
+def test_a_refusal_in_mid_run_stops_one_shard(make: Make, stand_in: Path) -> None:
+    made = make("dies-once", "waits")
+    refuse = (stand_in / "hours").write_text
+    watch = threading.Timer(
+        0, _when, (made.parts[0].folder.joinpath("again").exists, lambda: refuse("0"))
+    )
+    watch.start()
+    go = threading.Timer(
+        0, _when, (lambda: bool(made.parts[0].problem), (made.parts[1].folder / "go").touch)
+    )
+    go.start()
+    made.run(threading.Event())
+    [problem] = made.problems()
+    assert problem.startswith("shard 1") and "Invalid account" in problem
+    assert made.parts[1].code == 0
 
 
 def test_ctrl_c_cancels_the_jobs_and_keeps_what_they_stored(
@@ -166,6 +230,15 @@ def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
     while not ready():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def said(made: Controller) -> list[str]:
+    return made.said  # type: ignore[attr-defined,no-any-return]
+
+
+def _when(ready: Callable[[], bool], act: Callable[[], object]) -> None:
+    until(ready)
+    act()
 
 
 def _stop_when(ready: Callable[[], bool], stop: threading.Event) -> None:

@@ -23,6 +23,8 @@ from repro_matrix.text import counted
 
 GONE_S = 30.0  # after so long out of the queue without a result, a job is lost: NFS is slow
 CANCEL_S = 60.0  # how long cancelled jobs have to store their results
+SAID = "repro: "  # begins a line of `repro` in a log
+WORDS = 300  # letters of it that are shown
 NOTE = "jobs.json"  # in a part's folder: its jobs
 # The part ran to its end: its results count.
 MEASURED = (ExitCode.OK, ExitCode.DIFFERS, ExitCode.INCOMPLETE)
@@ -175,12 +177,10 @@ class Jobs:
         """Let a part wait for another job, or note its problem, if its job ended without result."""
         now = time.monotonic()
         part.missing_since = part.missing_since or now
-        if now - part.missing_since <= GONE_S or self._failed(part):
+        if self._failed(part) or now - part.missing_since <= GONE_S:
             return
         where = f" on {part.node}" if part.node else ""
-        text = f"job {part.jobs[-1]}{where} ended without a result"
-        if not Path(self.log(part)).exists():
-            text += f" and without a log: do the nodes see {self.logs} under this path?"
+        text = f"job {part.jobs[-1]}{where} ended without a result{self._last_words(part)}"
         part.lost += 1
         if part.lost > self.executor.retries:
             part.problem = f"{text}, attempt {part.lost}"
@@ -190,18 +190,32 @@ class Jobs:
             self.say(f"{part.name}: {text}; submitting it again")
 
     def _failed(self, part: Part) -> bool:
-        """Return whether its command failed: it would again. A signal is another reason to end."""
-        job = part.jobs[-1]
-        path = self.logs / f"{job}_0_result.pkl"
+        """Return whether its command failed in a way that is the same on every node.
+
+        Not: a signal, and what could not be measured on this node.
+        """
+        path = self.logs / f"{part.jobs[-1]}_0_result.pkl"
         if not path.exists():
             return False
         from submitit.core.utils import pickle_load
 
         kind, value = pickle_load(path)
-        if kind == "success" and (value < 0 or value == ExitCode.INTERRUPTED):
+        if kind == "success" and (value < 0 or value in (*MEASURED, ExitCode.INTERRUPTED)):
             return False
-        part.problem = f"its command ended with {value}" if kind == "success" else f"{value}"[-300:]
+        words = self._last_words(part)
+        part.problem = (
+            f"its command ended with {value}{words}" if kind == "success" else value[-300:]
+        )
         return True
+
+    def _last_words(self, part: Part) -> str:
+        """Return what `repro` said last in the log of a part's job."""
+        path = Path(self.log(part))
+        if not path.exists():
+            return f" and without a log: do the nodes see {self.logs} under this path?"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line for line in reversed(lines) if line.startswith(SAID)), "")
+        return f" ({last.removeprefix(SAID)[:WORDS]})" if last else ""
 
     def _cancel(self, jobs: Sequence[str]) -> None:
         queue.cancel(jobs)
