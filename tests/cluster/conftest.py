@@ -41,7 +41,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
-MaxArraySize=20
+MaxArraySize=5
 """
 
 
@@ -131,8 +131,13 @@ class Cluster:
     def start_controller(self) -> None:
         self._start("slurmctld", "slurmctld", "-D")
 
-    def start_node(self, node: str) -> None:
-        self._start(node, "slurmd", "-D", "-N", node)
+    def start_node(self, node: str, hidden: Path | None = None) -> None:
+        """Start a node. ``hidden``: a folder that is empty there."""
+        command = ["slurmd", "-D", "-N", node]
+        if hidden is not None:
+            mount = f"mount -t tmpfs none {hidden} && exec {' '.join(command)}"
+            command = ["unshare", "--mount", "sh", "-c", mount]
+        self._start(node, *command)
 
     def _start(self, name: str, *command: str) -> None:
         log = (self.folder / f"{name}.out").open("ab")

@@ -75,7 +75,9 @@ def squeue() -> None:
         pid, node = file.read_text(encoding="utf-8").split()
         stat = Path(f"/proc/{pid}/stat")
         if stat.exists() and stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
-            print(f"{file.name}|RUNNING|{node}|None")
+            why = FOLDER / "pending"
+            state = ("PENDING", "", why.read_text()) if why.exists() else ("RUNNING", node, "None")
+            print("|".join([file.name, *state]))
 
 
 def scancel(*names: str) -> None:

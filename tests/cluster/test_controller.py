@@ -107,6 +107,16 @@ def test_a_full_queue_is_waited_for(make: Make, stand_in: Path, tmp_path: Path) 
     assert not made.problems() and len(cases(tmp_path / "run")) == 2
 
 
+def test_an_account_without_hours_is_explained(make: Make, stand_in: Path) -> None:
+    (stand_in / "pending").write_text("AssocGrpCPUMinutesLimit")
+    made, stop = make("sleeps"), threading.Event()
+    watch = threading.Timer(0, _stop_when, (lambda: "no hours left" in "".join(said(made)), stop))
+    watch.start()
+    made.run(stop)
+    watch.join()
+    assert "1 pending (AssocGrpCPUMinutesLimit: " in said(made)[-1]
+
+
 def test_a_refusal_in_mid_run_stops_one_shard(make: Make, stand_in: Path) -> None:
     made = make("dies-once", "waits")
     refuse = (stand_in / "hours").write_text

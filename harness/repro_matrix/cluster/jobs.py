@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class Part:
     jobs: list[str] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
     node: str = ""  # where its job was seen last
+    state: str = ""  # SLURM's word for it, then
     missing_since: float | None = None  # by the monotonic clock: its job is not in the queue
     waits: bool = False  # to be submitted
     lost: int = 0  # jobs that ended without a result
@@ -88,9 +89,10 @@ class Jobs:
             self._say("SLURM does not answer")
             if stop.wait(self.executor.poll_s):
                 return
-        self._accepted = bool(queued)
+        alive = _alive(queued)
+        self._accepted = bool(alive)
         for part in _open(parts):
-            part.waits = not part.jobs or part.jobs[-1] not in queued
+            part.waits = not part.jobs or part.jobs[-1] not in alive
         while _open(parts) and not stop.is_set():
             self._look(parts)
             if _open(parts):
@@ -147,9 +149,11 @@ class Jobs:
         for part in _open(parts):
             job = queued.get(part.jobs[-1]) if part.jobs and not part.waits else None
             if job is not None:
-                part.node, part.missing_since = job.node or part.node, None
+                part.node, part.state = job.node or part.node, job.state
+            if job is not None and not job.ended:
+                part.missing_since = None
                 counts["pending" if job.waits else "running"] += 1
-                reasons.update([job.why] if job.waits and job.why != "None" else [])
+                reasons.update([job.reason] if job.waits and job.reason else [])
                 continue
             part.read()
             if part.open and not part.waits:
@@ -180,7 +184,8 @@ class Jobs:
         if self._failed(part) or now - part.missing_since <= GONE_S:
             return
         where = f" on {part.node}" if part.node else ""
-        text = f"job {part.jobs[-1]}{where} ended without a result{self._last_words(part)}"
+        state = f" ({part.state})" if part.state not in ("", "COMPLETED", "RUNNING") else ""
+        text = f"job {part.jobs[-1]}{where} ended{state} without a result{self._last_words(part)}"
         part.lost += 1
         if part.lost > self.executor.retries:
             part.problem = f"{text}, attempt {part.lost}"
@@ -220,7 +225,7 @@ class Jobs:
     def _cancel(self, jobs: Sequence[str]) -> None:
         queue.cancel(jobs)
         until = time.monotonic() + CANCEL_S
-        while queue.look(jobs) and time.monotonic() < until:
+        while _alive(queue.look(jobs) or {}) and time.monotonic() < until:
             time.sleep(min(1.0, self.executor.poll_s))
 
 
@@ -230,3 +235,7 @@ def _open(parts: Sequence[Part]) -> list[Part]:
 
 def _jobs(parts: Sequence[Part]) -> list[str]:
     return [part.jobs[-1] for part in _open(parts) if part.jobs]
+
+
+def _alive(known: Mapping[str, queue.Job]) -> set[str]:
+    return {name for name, job in known.items() if not job.ended}

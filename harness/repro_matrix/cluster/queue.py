@@ -21,14 +21,37 @@ from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.results.store import JOB_LOG, JOBS
 
+_ENDED = re.compile(
+    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED|REVOKED"
+)
+# Part of a reason to wait -> its meaning, where the job does not start by itself.
+_HINTS = {
+    "Minutes": "the account or QOS has no hours left",
+    "TimeLimit": "timeout_min is above the limit",
+    "held": "it failed to start too often: `scontrol release JOB`",
+    "Held": "it is held: `scontrol release JOB`",
+    "ReqNodeNotAvail": "its nodes are down, drained or reserved",
+}
+
 
 @dataclass(frozen=True)
 class Job:
-    """A job in the queue. ``state``: SLURM's word, such as PENDING. ``why``: SLURM's reason."""
+    """A job that SLURM knows. ``state``: SLURM's word, such as PENDING. ``why``: SLURM's reason."""
 
     state: str
     node: str
     why: str
+
+    @property
+    def ended(self) -> bool:
+        """SLURM knows a job for some minutes after its end (MinJobAge)."""
+        return _ENDED.fullmatch(self.state) is not None
+
+    @property
+    def reason(self) -> str:
+        """Return why it waits, with the meaning; nothing for an ordinary reason of no help."""
+        hint = next((hint for part, hint in _HINTS.items() if part in self.why), "")
+        return f"{self.why}: {hint}" if hint else self.why.replace("None", "")
 
     @property
     def waits(self) -> bool:
@@ -123,8 +146,8 @@ def submit(
 
 
 def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
-    """Return the jobs that are in the queue; None if SLURM does not answer."""
-    command = ["squeue", "--noheader", "--array", "--me", "--format=%i|%T|%N|%r"]
+    """Return those of the jobs that SLURM knows; None if it does not answer."""
+    command = ["squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%N|%r"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         return None
