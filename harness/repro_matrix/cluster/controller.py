@@ -86,7 +86,7 @@ class Controller:
         return [sys.executable, "-m", "repro_matrix", "matrix", *self.texts, *own]
 
     def _collect(self) -> RunTotals:
-        """Copy the documents of all shards into the run's folder."""
+        """Link the documents of all shards into the run's folder."""
         store, totals = Store(self.root), RunTotals()
         store.open()
         try:
@@ -94,7 +94,8 @@ class Controller:
                 for document in Store(part.folder).documents():
                     made: Any = document.pop("path")
                     target = self.root / Path(made).relative_to(part.folder)
-                    store.save(target, document)
+                    if not (target.exists() and target.samefile(made)):
+                        store.adopt(Path(made), target, document)
                     document["path"] = str(target)
                     totals.documents.append(document)
                     variants = document["variants"].values()

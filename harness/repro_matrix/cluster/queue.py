@@ -147,6 +147,8 @@ def submit(
 
 def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
     """Return those of the jobs that SLURM knows; None if it does not answer."""
+    if not jobs:
+        return {}
     command = ["squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%N|%r"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:

@@ -98,6 +98,14 @@ class Store:
         except OSError as error:
             raise cannot_write(error, path) from None
 
+    def adopt(self, source: Path, path: Path, document: Document) -> None:
+        """Save a document that is stored elsewhere. A link is faster; it needs the same disk."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(source, path)
+        except OSError:  # another disk, or there is an older document
+            self.save(path, document)
+
     def _keep(self, path: Path, older: Document) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
         kept = self.root / "history" / path.relative_to(self.root).with_suffix(f".{stamp}.json")
