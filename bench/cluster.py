@@ -19,9 +19,10 @@ from typing import Any
 
 from pydantic_core import to_json
 from repro_matrix.cluster.controller import Controller
-from repro_matrix.config import executors
+from repro_matrix.config import catalog, executors
 from repro_matrix.paths import BASELINE, read_json
 from repro_matrix.results import runs
+from repro_matrix.results.rows import rows_of
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.runner import session
 
@@ -51,10 +52,13 @@ def collect(folder: Path) -> dict[str, Any]:
     totals = controller.run(threading.Event())
     seconds = time.monotonic() - began
     found |= {"documents": len(totals.documents), "attempts": totals.attempts}
+    cases = catalog.load().cases
+    rows = [row for each in totals.documents for row in rows_of(each, cases)]
+    found["rows"] = len(rows)
     return {**found, "collecting_s": seconds, "ms_an_attempt": 1000 * seconds / totals.attempts}
 
 
-def fill(folder: Path) -> None:
+def fill(folder: Path) -> dict[str, Any]:
     """Write the results of the shards."""
     documents = itertools.cycle(list(Store(BASELINE).documents(cases=["train-step"])))
     shards = [folder / "jobs" / f"shard-{number}" for number in range(1, SHARDS + 1)]
@@ -67,6 +71,7 @@ def fill(folder: Path) -> None:
     for shard in shards:
         runs.note(shard, [], runs.ENDED)
         runs.store_exit_code(shard, 0)
+    return {}
 
 
 def measure(part: str, folder: Path) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def measure(part: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     if len(sys.argv) == 3:
         folder = Path(sys.argv[2])
-        found = {"plan": plan, "collect": collect}[sys.argv[1]](folder)
+        found = {"plan": plan, "fill": fill, "collect": collect}[sys.argv[1]](folder)
         used = resource.getrusage(resource.RUSAGE_SELF)
         found |= {"cpu_s": used.ru_utime + used.ru_stime, "peak_mb": used.ru_maxrss / 1024}
         write_json(folder / "out.json", found)
@@ -88,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         result: dict[str, Any] = {"plan": measure("plan", folder)}
-        fill(folder)
+        measure("fill", folder)  # a process inherits the peak of the one that started it
         result["collect"] = measure("collect", folder)
     write(HERE / "cluster.json", **result)
 

@@ -19,7 +19,7 @@ from repro_matrix.cluster.jobs import NOTE, Jobs, Part
 from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.errors import ConfigError
 from repro_matrix.paths import read_json, write_text
-from repro_matrix.results.store import JOBS, Store
+from repro_matrix.results.store import JOBS, Store, StoredDocuments
 from repro_matrix.runner.engine import RunTotals
 
 
@@ -87,7 +87,7 @@ class Controller:
 
     def _collect(self) -> RunTotals:
         """Link the documents of all shards into the run's folder."""
-        store, totals = Store(self.root), RunTotals()
+        store, totals, paths = Store(self.root), RunTotals(), []
         store.open()
         try:
             for part in self.parts:
@@ -96,10 +96,10 @@ class Controller:
                     target = self.root / Path(made).relative_to(part.folder)
                     if not (target.exists() and target.samefile(made)):
                         store.adopt(Path(made), target, document)
-                    document["path"] = str(target)
-                    totals.documents.append(document)
+                    paths.append(str(target))
                     variants = document["variants"].values()
                     totals.attempts += sum(len(each["attempts"]) for each in variants)
         finally:
             store.close()
+        totals.documents = StoredDocuments(paths)
         return totals

@@ -15,7 +15,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -148,6 +148,19 @@ class Store:
             if document is not None:
                 document["path"] = found.path
                 yield document
+
+
+class StoredDocuments(Sequence[Document]):
+    """Documents that are read each time they are used: thousands of them do not fit in memory."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, at: Any) -> Any:
+        return {**document_at(self.paths[at]), "path": self.paths[at]}
 
 
 class Stored(NamedTuple):
