@@ -109,7 +109,7 @@ def test_jobs_that_no_node_can_run_are_refused(make_on: Make, option: str) -> No
 
 def test_a_job_at_its_time_limit_continues(make_on: Make, tmp_path: Path) -> None:
     """SLURM warns it 90 s before the limit; it is requeued, and keeps its results."""
-    made = make_on("sleeps-once", "ends", executor=("executor.timeout_min=1",))
+    made = make_on("sleeps-once", "ends", executor=("executor.timeout_min=2",))
     totals = made.run(threading.Event())
     assert not made.problems() and len(totals.documents) == 2
     assert [len(part.jobs) for part in made.parts] == [1, 1]
