@@ -32,7 +32,7 @@ MEASURED = (ExitCode.OK, ExitCode.DIFFERS, ExitCode.INCOMPLETE)
 
 @dataclass
 class Part:
-    """What one job measures into ``folder``.
+    """A job's share of the work, measured into ``folder``.
 
     ``jobs``: submitted for it, the last one counts. ``nodes``: where jobs ended without a result.
     """

@@ -22,7 +22,8 @@ from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.results.store import JOB_LOG, JOBS
 
 _ENDED = re.compile(
-    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED|REVOKED"
+    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED"
+    "|REVOKED"
 )
 # Part of a reason to wait -> its meaning, where the job does not start by itself.
 _HINTS = {
