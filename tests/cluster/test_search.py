@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,32 @@ def test_a_command_that_ended_finds_its_running_jobs(
     again = {folder for array in slurm.arrays[1:] for folder in array}
     assert not again & set(slurm.arrays[0])  # only what follows from their results is submitted
     assert len(world.launched) - launched == sum(each["launched"] for each in found["probes"])
+
+
+@pytest.mark.parametrize("ends", [(), ("--good", "4.37.0", "--bad", "4.45.0")])
+def test_ctrl_c_cancels_the_jobs_and_the_same_command_continues(
+    world: World,
+    slurm: Queue,
+    capsys: Capsys,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: tuple[str, ...],
+) -> None:
+    slurm.lose = {0}
+
+    def look(names: Sequence[str]) -> dict[str, Job]:
+        if slurm.cancelled:
+            slurm.running.clear()
+        elif slurm.running:
+            signal.raise_signal(signal.SIGINT)
+        return slurm.look(names)
+
+    monkeypatch.setattr(queue, "look", look)
+    words = ("bisect" if ends else "versions", CASE, "stack=base", *ends, *SLURM)
+    assert world.repro(*words) == 130
+    assert slurm.cancelled == [f"0_{at}" for at in range(len(slurm.arrays[0]))]
+    assert not world.launched
+    assert world.repro(*words) == 0
+    capsys.readouterr()
 
 
 def test_bisect_verifies_both_ends_side_by_side(world: World, slurm: Queue, capsys: Capsys) -> None:
