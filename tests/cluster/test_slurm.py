@@ -112,8 +112,10 @@ def test_a_job_at_its_time_limit_continues(make_on: Make, tmp_path: Path) -> Non
     made = make_on("sleeps-once", "ends", executor=("executor.timeout_min=2",))
     totals = made.run(threading.Event())
     assert not made.problems() and len(totals.documents) == 2
-    assert [len(part.jobs) for part in made.parts] == [1, 1]
-    assert "timed out" in Path(made.jobs.log(made.parts[0])).read_text()
+    # SLURM may warn the second start before submitit listens: it is then submitted again.
+    first = made.parts[0].jobs[0]
+    assert "Requeued job" in (made.jobs.logs / f"{first}_0_log.out").read_text()
+    assert len(made.parts[1].jobs) == 1
 
 
 def test_a_node_that_sees_another_folder_is_named_and_avoided(
