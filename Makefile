@@ -143,7 +143,7 @@ plants: $(READY) ## plant errors in a training with each strategy: does a compar
 	@$(PY) -m bench.plants $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
-	@for name in $(or $(ONLY),match report launch probe trace catalogue); do $(PY) -m bench.$$name $(ARGS) || exit 1; done
+	@for name in $(or $(ONLY),match report launch probe trace cluster catalogue); do $(PY) -m bench.$$name $(ARGS) || exit 1; done
 
 lint: $(READY) ## ruff, mypy and the import rules
 	@$(BIN)/ruff check .

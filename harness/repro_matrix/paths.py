@@ -6,8 +6,13 @@ config/project.py finds the folders of results.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import tempfile
+import uuid
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +76,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         path.write_bytes(content)
         return
     path = path.resolve() if path.exists() else path
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # pids are of one node
     try:
         with open(temporary, "wb") as out:
             out.write(content)
@@ -81,3 +86,33 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+# Locks. On a shared file system they may be missing, or lock on one node only. So a lock saves work
+# and gives clear messages; that results and stacks are whole depends on renames alone.
+
+
+def file_lock(path: Path, timeout: float = -1) -> AbstractContextManager[Any]:
+    """Return the lock of a file; it locks nothing where the file system has no locks.
+
+    ``timeout``: seconds until filelock.Timeout; -1: wait. Its folder must exist.
+    """
+    from filelock import FileLock
+
+    lock = FileLock(path, timeout, thread_local=False)
+    return lock if has_locks(path.parent) else nullcontext()
+
+
+def has_locks(folder: Path) -> bool:
+    """Return whether the file system of a folder has locks: NFS may be mounted without them."""
+    return _has_locks(folder.stat().st_dev, folder)
+
+
+@lru_cache
+def _has_locks(device: int, folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+    return True

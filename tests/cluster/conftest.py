@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from repro_matrix.cluster import controller as controllers
-from repro_matrix.cluster.controller import Controller, Part
+from repro_matrix.cluster import jobs
+from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
 
 HERE = Path(__file__).parent
@@ -41,7 +41,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
-MaxArraySize=20
+MaxArraySize=5
 """
 
 
@@ -57,7 +57,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN", str(tmp_path / "queue"))
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
-    monkeypatch.setattr(controllers, "GONE_S", 0.3)
+    monkeypatch.setattr(jobs, "GONE_S", 0.3)
     return tmp_path / "queue"
 
 
@@ -75,9 +75,8 @@ def _maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     ) -> Controller:
         """A run whose shards behave so."""
 
-        def command(self: Controller, part: Part) -> list[str]:
-            stub = str(HERE / "shard.py")
-            return [sys.executable, stub, str(part.folder), behaviors[part.number - 1]]
+        def command(self: Controller, number: int, folder: Path) -> list[str]:
+            return [sys.executable, str(HERE / "shard.py"), str(folder), behaviors[number - 1]]
 
         monkeypatch.setattr(Controller, "_command", command)
         chosen, _ = executors.split(["executor=slurm", "executor.poll_s=0.1", *executor])
@@ -132,8 +131,13 @@ class Cluster:
     def start_controller(self) -> None:
         self._start("slurmctld", "slurmctld", "-D")
 
-    def start_node(self, node: str) -> None:
-        self._start(node, "slurmd", "-D", "-N", node)
+    def start_node(self, node: str, hidden: Path | None = None) -> None:
+        """Start a node. ``hidden``: a folder that is empty there."""
+        command = ["slurmd", "-D", "-N", node]
+        if hidden is not None:
+            mount = f"mount -t tmpfs none {hidden} && exec {' '.join(command)}"
+            command = ["unshare", "--mount", "sh", "-c", mount]
+        self._start(node, *command)
 
     def _start(self, name: str, *command: str) -> None:
         log = (self.folder / f"{name}.out").open("ab")
@@ -184,7 +188,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         made.start()
         monkeypatch.setenv("SLURM_CONF", made.env["SLURM_CONF"])
         monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
-        monkeypatch.setattr(controllers, "GONE_S", 3.0)
+        monkeypatch.setattr(jobs, "GONE_S", 3.0)
         yield made
     finally:
         made.stop()

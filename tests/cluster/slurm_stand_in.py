@@ -1,7 +1,7 @@
 """Stand in for sbatch, srun, squeue and scancel: a job is a process of this machine.
 
 Installed under these names; the folder in STAND_IN holds a file per job. `sbatch` refuses
-partitions other than `main`. Each job's node is n1, or n2 if n1 is excluded.
+partitions other than `main`, and more jobs than the files of REFUSALS allow. Each job's node is n1, or n2 if n1 is excluded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(os.environ["STAND_IN"])
+# file that holds the limit -> what sbatch prints above it
+REFUSALS = {
+    "max-array-size": "Batch job submission failed: Invalid job array specification",
+    "max-submit-jobs": (
+        "QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates"
+        " accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    ),
+    "hours": "Batch job submission failed: Invalid account or account/partition combination specified",
+}
 
 
 def sbatch(file: str) -> None:
@@ -21,6 +30,13 @@ def sbatch(file: str) -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     if options.get("partition", "main") != "main":
         sys.exit("sbatch: error: invalid partition specified: " + options["partition"])
+    wanted = options.get("array", "0-0").split("%")[0].split("-")[1]
+    for name, message in REFUSALS.items():
+        limit = FOLDER / name
+        if limit.exists() and int(wanted) + 1 > int(limit.read_text(encoding="utf-8")):
+            sys.exit("sbatch: error: " + message)
+    if "n1,n2" in options.get("exclude", ""):
+        sys.exit("sbatch: error: Requested node configuration is not available")
     number = len(list(FOLDER.glob("*_0"))) + len(list(FOLDER.glob("[0-9]*"))) + 100
     array = options.get("array")
     tasks = range(int(array.split("-")[1].split("%")[0]) + 1) if array else [None]
@@ -33,6 +49,7 @@ def sbatch(file: str) -> None:
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_NTASKS": "1",
             "SLURM_JOB_NODELIST": node,
+            "SLURMD_NODENAME": node,
             **{f"SLURM_{each}": "0" for each in ("NODEID", "PROCID", "LOCALID")},
         }
         if task is not None:
@@ -58,7 +75,9 @@ def squeue() -> None:
         pid, node = file.read_text(encoding="utf-8").split()
         stat = Path(f"/proc/{pid}/stat")
         if stat.exists() and stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
-            print(f"{file.name}|RUNNING|{node}|None")
+            why = FOLDER / "pending"
+            state = ("PENDING", "", why.read_text()) if why.exists() else ("RUNNING", node, "None")
+            print("|".join([file.name, *state]))
 
 
 def scancel(*names: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster.conftest import Make
 from repro_matrix.cluster import queue
+from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
 from repro_matrix.errors import ConfigError, MeasureError
 
@@ -25,6 +27,12 @@ def test_shards_are_measured_in_jobs_and_their_results_are_together(
     totals = made.run(threading.Event())
     assert cases(tmp_path / "run") == ["shard-1", "shard-2", "shard-3"]
     assert totals.attempts == 3 and not totals.interrupted
+    made_in = [document["provenance"]["job"] for document in totals.documents]
+    assert [job["id"] + "_" + job["task"] for job in made_in] == [
+        part.jobs[-1] for part in made.parts
+    ]
+    assert all(job["node"] == "n1" for job in made_in)
+    assert all((tmp_path / "run" / job["log"]).is_file() for job in made_in)
     # exit code 1 is a result; 3 is less than was requested
     assert [text.partition(":")[0] for text in made.problems()] == ["shard 3"]
 
@@ -54,6 +62,78 @@ def test_a_job_that_is_lost_again_is_reported(make: Make) -> None:
     assert "ended without a result" in problem
 
 
+def test_a_shard_that_a_node_cannot_measure_is_measured_on_another(make: Make) -> None:
+    made = make("unusable", "ends")
+    made.run(threading.Event())
+    assert not made.problems()
+    assert made.parts[0].nodes == ["n1"] and len(made.parts[0].jobs) == 2
+
+
+def test_what_a_failed_shard_said_is_shown(make: Make) -> None:
+    made = make("unusable", "fails:2", executor=("executor.retries=0",))
+    made.run(threading.Event())
+    assert [text.count("(torch does not import here)") for text in made.problems()] == [1, 0]
+    assert [text.count("(there is no such case)") for text in made.problems()] == [0, 1]
+
+
+def test_no_other_node_than_the_one_that_lost_a_job(make: Make) -> None:
+    made = make("dies-once")
+    made.parts[0].nodes = ["n1", "n2"]  # both are excluded, and the queue has no other
+    made.run(threading.Event())
+    assert not made.problems() and len(made.parts[0].jobs) == 2
+
+
+def test_an_array_above_the_limit_of_the_site_is_submitted_in_parts(
+    make: Make, stand_in: Path, tmp_path: Path
+) -> None:
+    (stand_in / "max-array-size").write_text("2")
+    made = make(*["ends"] * 5)
+    made.run(threading.Event())
+    assert not made.problems() and len(cases(tmp_path / "run")) == 5
+    arrays = Counter(part.jobs[0].partition("_")[0] for part in made.parts)
+    assert sorted(arrays.values()) == [1, 2, 2] and all(len(part.jobs) == 1 for part in made.parts)
+
+
+def test_a_full_queue_is_waited_for(make: Make, stand_in: Path, tmp_path: Path) -> None:
+    (stand_in / "max-submit-jobs").write_text("0")
+    made = make("ends", "ends")
+    watch = threading.Timer(
+        0, _when, (lambda: bool(said(made)), (stand_in / "max-submit-jobs").unlink)
+    )
+    watch.start()
+    made.run(threading.Event())
+    watch.join()
+    assert "MaxSubmitJob" in said(made)[0]
+    assert not made.problems() and len(cases(tmp_path / "run")) == 2
+
+
+def test_an_account_without_hours_is_explained(make: Make, stand_in: Path) -> None:
+    (stand_in / "pending").write_text("AssocGrpCPUMinutesLimit")
+    made, stop = make("sleeps"), threading.Event()
+    watch = threading.Timer(0, _stop_when, (lambda: "no hours left" in "".join(said(made)), stop))
+    watch.start()
+    made.run(stop)
+    watch.join()
+    assert "1 pending (AssocGrpCPUMinutesLimit: " in said(made)[-1]
+
+
+def test_a_refusal_in_mid_run_stops_one_shard(make: Make, stand_in: Path) -> None:
+    made = make("dies-once", "waits")
+    refuse = (stand_in / "hours").write_text
+    watch = threading.Timer(
+        0, _when, (made.parts[0].folder.joinpath("again").exists, lambda: refuse("0"))
+    )
+    watch.start()
+    go = threading.Timer(
+        0, _when, (lambda: bool(made.parts[0].problem), (made.parts[1].folder / "go").touch)
+    )
+    go.start()
+    made.run(threading.Event())
+    [problem] = made.problems()
+    assert problem.startswith("shard 1") and "Invalid account" in problem
+    assert made.parts[1].code == 0
+
+
 def test_ctrl_c_cancels_the_jobs_and_keeps_what_they_stored(
     make: Make, stand_in: Path, tmp_path: Path
 ) -> None:
@@ -69,7 +149,7 @@ def test_ctrl_c_cancels_the_jobs_and_keeps_what_they_stored(
 
 def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path) -> None:
     first = make("sleeps", "ends")
-    first._submit(first.parts)
+    first.jobs._submit(first.parts)
     until(lambda: len(cases_of_jobs(tmp_path)) == 2)
     jobs = [part.jobs[-1] for part in first.parts]
 
@@ -104,11 +184,11 @@ def test_another_selection_is_not_resumed(make: Make) -> None:
 
 def test_a_queue_that_does_not_answer_is_no_lost_job(make: Make, stand_in: Path) -> None:
     made, stop = make("sleeps"), threading.Event()
-    made._submit(made.parts)
+    made.jobs._submit(made.parts)
     (stand_in / "silent").touch()
-    made._look()
+    made.jobs._look(made.parts)
     time.sleep(0.4)
-    made._look()
+    made.jobs._look(made.parts)
     assert made.parts[0].open and len(made.parts[0].jobs) == 1
     (stand_in / "silent").unlink()
     stop.set()
@@ -160,6 +240,15 @@ def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
     while not ready():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def said(made: Controller) -> list[str]:
+    return made.said  # type: ignore[attr-defined,no-any-return]
+
+
+def _when(ready: Callable[[], bool], act: Callable[[], object]) -> None:
+    until(ready)
+    act()
 
 
 def _stop_when(ready: Callable[[], bool], stop: threading.Event) -> None:

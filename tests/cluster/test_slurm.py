@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 from cluster.conftest import Cluster, Make
-from cluster.test_controller import cases, until
+from cluster.test_controller import cases, said, until
 from repro_matrix.cluster.controller import Controller
+from repro_matrix.config import executors
+from repro_matrix.config.schema import VARIANT
+from repro_matrix.environment.stacks import resolve
+from repro_matrix.errors import MeasureError
 from repro_matrix.results.store import Store
+from repro_matrix.runner.adhoc_case import Script, command_of_script
+from repro_matrix.runner.script_failure import ScriptFailure
+from repro_matrix.search.in_jobs import Probe, ProbeJobs
 
 pytestmark = pytest.mark.cluster
 
@@ -38,6 +45,7 @@ def test_a_job_that_somebody_cancels_is_submitted_again(make_on: Make, cluster: 
     cluster.command("scancel", made.parts[0].jobs[-1])
     thread.join(120)
     assert not made.problems() and len(made.parts[0].jobs) == 2
+    assert any("(CANCELLED)" in text for text in said(made))
 
 
 def test_a_lost_node_is_replaced(make_on: Make, cluster: Cluster) -> None:
@@ -84,11 +92,85 @@ def test_a_drained_node_leaves_jobs_pending(make_on: Make, cluster: Cluster) -> 
     assert not made.problems()
 
 
-def test_an_array_above_the_limit_of_the_site_is_refused(make_on: Make) -> None:
-    from repro_matrix.errors import MeasureError
+def test_an_array_above_the_limit_of_the_site_is_submitted_in_parts(
+    make_on: Make, tmp_path: Path
+) -> None:
+    made = make_on(*["ends"] * 7, executor=("executor.shards=7",))
+    made.run(threading.Event())
+    assert not made.problems() and len(cases(tmp_path / "run")) == 7
+    arrays = {part.jobs[0].partition("_")[0] for part in made.parts}
+    assert len(arrays) > 1 and all(len(part.jobs) == 1 for part in made.parts)
 
-    with pytest.raises(MeasureError, match=r"executor\.shards"):
-        make_on(*["ends"] * 30, executor=("executor.shards=30",)).run(threading.Event())
+
+@pytest.mark.parametrize("option", ["partition=gpu", "mem_gb=900", "gpus_per_node=2"])
+def test_jobs_that_no_node_can_run_are_refused(make_on: Make, option: str) -> None:
+    with pytest.raises(MeasureError, match="sbatch: error"):
+        make_on("ends", executor=(f"executor.{option}",)).run(threading.Event())
+
+
+def test_a_job_at_its_time_limit_continues(make_on: Make, tmp_path: Path) -> None:
+    """SLURM warns it 90 s before the limit; it is requeued, and keeps its results."""
+    made = make_on("sleeps-once", "ends", executor=("executor.timeout_min=2",))
+    totals = made.run(threading.Event())
+    assert not made.problems() and len(totals.documents) == 2
+    # SLURM may warn the second start before submitit listens: it is then submitted again.
+    first = made.parts[0].jobs[0]
+    assert "Requeued job" in (made.jobs.logs / f"{first}_0_log.out").read_text()
+    assert len(made.parts[1].jobs) == 1
+
+
+def test_a_node_that_sees_another_folder_is_named_and_avoided(
+    make_on: Make, cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    cluster.end("n1")
+    cluster.start_node("n1", hidden=tmp_path / "run")
+    cluster.until("idle", "n1")
+    cluster.command("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    made = make_on("ends")
+    thread = threading.Thread(target=made.run, args=(threading.Event(),), daemon=True)
+    thread.start()
+    until(lambda: any("under this path?" in text for text in said(made)))
+    cluster.command("scontrol", "update", "nodename=n2", "state=resume")
+    thread.join(120)
+    assert not made.problems() and cases(tmp_path / "run") == ["shard-1"]
+    assert made.parts[0].nodes == ["n1"]
+
+
+def test_probes_of_a_search_are_measured_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
+    """One of their jobs is cancelled from outside; a second command repeats none."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys, time\ntime.sleep(2)\nsys.exit(int(sys.argv[1]))\n")
+    executor, _ = executors.split(["executor=slurm", "executor.poll_s=0.5"])
+    assert executor is not None
+    stack = resolve("current")
+    probes = [
+        Probe(
+            Script(command_of_script(str(script), 1, text), ScriptFailure(), tmp_path).request(),
+            stack,
+            (VARIANT,),
+            1,
+        )
+        for text in ("0", "1")
+    ]
+    texts: list[str] = []
+    first = ProbeJobs(executor, tmp_path / "results", texts.append, threading.Event())
+    thread = threading.Thread(target=first.submit, args=(probes,), daemon=True)
+    thread.start()
+    until(lambda: "jobs: 0 pending, 2 running, 0 finished" in texts)
+    lost = first.parts[probes[0].key]
+    cluster.command("scancel", lost.jobs[-1])
+    thread.join(180)
+    outcomes = []
+    for probe in probes:
+        document, path, now = first.result(probe)
+        assert now and path.is_file()
+        [attempt] = document["variants"][VARIANT]["attempts"]
+        outcomes.append(attempt["outcome"]["outcome"])
+    assert outcomes == ["passed", "other_failure"]
+    assert len(lost.jobs) == 2 and len(first.parts[probes[1].key].jobs) == 1
+    again = ProbeJobs(executor, tmp_path / "results", texts.append, threading.Event())
+    assert [again.result(probe)[2] for probe in probes] == [False, False]
 
 
 def test_ctrl_c_cancels_the_jobs(make_on: Make, cluster: Cluster, tmp_path: Path) -> None:

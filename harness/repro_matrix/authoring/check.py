@@ -9,7 +9,7 @@ import re
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from repro_matrix.config.launchers import SHIPPED
@@ -78,7 +78,7 @@ def check_other_cases(
 # Its attempts
 
 
-def measure_case(slug: str, overrides: Iterable[str]) -> dict[str, list[Document]] | None:
+def measure_case(slug: str, overrides: Iterable[str]) -> dict[str, Sequence[Document]] | None:
     """Measure each variant several times with both launchers, in a folder that is removed.
 
     Return launcher -> its documents, or None if interrupted. Raise MeasureError.
@@ -89,7 +89,7 @@ def measure_case(slug: str, overrides: Iterable[str]) -> dict[str, list[Document
         request = request.with_values({"stack": known})
         log(f"{slug}: on {known}, where it is known to reproduce")
     stop = threading.Event()
-    found: dict[str, list[Document]] = {}
+    found: dict[str, Sequence[Document]] = {}
     with (
         workspace.interruptible(stop, log, "nothing is stored"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,

@@ -16,8 +16,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
 from repro_matrix import git
 from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.quarantine import Quarantine
@@ -34,6 +32,7 @@ from repro_matrix.changes.regressions import (
 from repro_matrix.changes.sides import Side
 from repro_matrix.config import project
 from repro_matrix.errors import ExitCode, MeasureError, ResultsError
+from repro_matrix.paths import file_lock
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
@@ -116,7 +115,7 @@ def finish_night(night: Night, folder: Path) -> NightReport:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    with FileLock(str(folder / ".lock")):
+    with file_lock(folder / ".lock"):
         stored = history.load_history(folder)
         ids = [run.run_id for run in stored]
         replaced = night.run_id in ids

@@ -7,7 +7,7 @@ Good: the failure does not occur (the variant passes; or, if the good end fails 
 that error). Bad: the failure occurs. Any other result in between is unknown and is skipped. If good
 is the newer end, the search is for the release with the fix. With repeat=N, a flaky failure is
 repeated according to its rate. Between two stacks, the search first finds the packages that cause
-the difference, then the release of each.
+the difference, then the release of each. executor=slurm measures the probes in jobs of a cluster.
 
 Exit codes: 0 found (also if only a range is left), 2 wrong ends, 3 an end cannot be measured, or no
 package is the cause.
@@ -71,7 +71,10 @@ from repro_matrix.text import log
 @options.trace
 def main(args: options.Arguments) -> int:
     _check_ends(args.good, args.bad)
+    executor = options.executor_of(args)
     prober, variant, base = _of_script(args) if scripts.names_script(args) else _of_case(args)
+    if executor is not None:
+        prober.run_in_jobs(executor)
     package = canonical(args.package) if args.package else None
     clone = None
     if args.repo:

@@ -26,6 +26,7 @@ from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log
 
 if TYPE_CHECKING:
+    from repro_matrix.config.executors import SlurmExecutor
     from repro_matrix.config.schema import Case
     from repro_matrix.runner.session import Request
 
@@ -287,6 +288,16 @@ def one_stack(
         raise ConfigError(f"stack={','.join(selection.stack)}: name one stack.")
     stack = selection.stack[0] if "stack" in selection.given else None
     return stack, [text for key, text in selection.words if key != "stack"]
+
+
+def executor_of(args: Arguments) -> SlurmExecutor | None:
+    """Take the executor out of the overrides of a search; None: this machine. Raise ConfigError."""
+    from repro_matrix.config import executors
+
+    if args.command and args.case:  # the first word is an override
+        args.overrides, args.case = [args.case, *args.overrides], None
+    executor, args.overrides = executors.split(args.overrides)
+    return executor
 
 
 def case_of(args: Arguments, refused: Mapping[str, str] | None = None) -> tuple[Case, Request, str]:

@@ -5,7 +5,8 @@ Overrides are those of `repro run` (variants=, model=, strategy=, flags.<name>=,
 to fail).
 
 History is not assumed to be monotone. A boundary is always between two probed releases. Probes are
-stored: the same command continues an interrupted search and repeats no probe.
+stored: the same command continues an interrupted search and repeats no probe. executor=slurm
+measures the probes side by side, in jobs of a cluster.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ if TYPE_CHECKING:
 @options.vary
 @options.trace
 def main(args: options.Arguments) -> int:
+    executor = options.executor_of(args)
     prober, base = _prober(args)
+    if executor is not None:
+        prober.run_in_jobs(executor)
     package = canonical(args.package)
     if not prober.variants:
         raise ReproError(
@@ -75,11 +79,17 @@ def main(args: options.Arguments) -> int:
     names = [release.version for release in listed]
     points: dict[int, Point] = {}
 
+    def target(at: int) -> Target:
+        return Target(names[at], stacks.with_release(base, package, names[at]))
+
     def probe(at: int) -> Mapping[str, Label]:
-        points[at] = prober.probe(Target(names[at], stacks.with_release(base, package, names[at])))
+        points[at] = prober.probe(target(at))
         return {variant: answer.result for variant, answer in points[at].variants.items()}
 
-    trail = Trail(probe, max_probes=args.max_probes)
+    def prepare(indices: Sequence[int]) -> None:
+        prober.expect([target(at) for at in indices])
+
+    trail = Trail(probe, max_probes=args.max_probes, prepare=prepare)
     with workspace.interruptible(prober.stop, log), prober:
         if args.numbers:
             good = options.stack_of("numbers", args.numbers, base, package)

@@ -6,6 +6,8 @@ The queue is read with squeue: sacct needs an accounting database, which many cl
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,21 +15,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.results.store import JOB_LOG, JOBS
+
+_ENDED = re.compile(
+    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED"
+    "|REVOKED"
+)
+# Part of a reason to wait -> its meaning, where the job does not start by itself.
+_HINTS = {
+    "Minutes": "the account or QOS has no hours left",
+    "TimeLimit": "timeout_min is above the limit",
+    "held": "it failed to start too often: `scontrol release JOB`",
+    "Held": "it is held: `scontrol release JOB`",
+    "ReqNodeNotAvail": "its nodes are down, drained or reserved",
+}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job in the queue. ``state``: SLURM's word, such as PENDING. ``why``: SLURM's reason."""
+    """A job that SLURM knows. ``state``: SLURM's word, such as PENDING. ``why``: SLURM's reason."""
 
     state: str
     node: str
     why: str
 
     @property
+    def ended(self) -> bool:
+        """SLURM knows a job for some minutes after its end (MinJobAge)."""
+        return _ENDED.fullmatch(self.state) is not None
+
+    @property
+    def reason(self) -> str:
+        """Return why it waits, with the meaning; nothing for an ordinary reason of no help."""
+        hint = next((hint for part, hint in _HINTS.items() if part in self.why), "")
+        return f"{self.why}: {hint}" if hint else self.why.replace("None", "")
+
+    @property
     def waits(self) -> bool:
         return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
+
+
+class TooMany(MeasureError):
+    """SLURM accepts fewer jobs: in one array, or now. The message is that of sbatch."""
+
+
+# sbatch's words for it: above MaxArraySize; above a limit of jobs that are queued; a full queue.
+_TOO_MANY = re.compile("array specification|SubmitJob|MaxJobs|temporarily|try again", re.IGNORECASE)
 
 
 class Shard:
@@ -42,7 +79,11 @@ class Shard:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
-        self.process = subprocess.Popen(self.command, cwd=self.folder)
+        import submitit
+
+        log = submitit.JobEnvironment().paths.stdout.name
+        env = {**os.environ, JOB_LOG: f"{JOBS}/{log}"}
+        self.process = subprocess.Popen(self.command, cwd=self.folder, env=env)
         return self.process.wait()
 
     def checkpoint(self) -> Any:
@@ -51,7 +92,9 @@ class Shard:
 
         if self.process is not None:
             self.process.terminate()  # the run ends its ranks and keeps its results
-            self.process.wait()
+            # This is a signal handler within self.process.wait(), whose lock is not reentrant.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self.process.pid).wait()
         return DelayedSubmission(Shard(self.command, self.folder))
 
 
@@ -76,7 +119,7 @@ def submit(
 ) -> list[str]:
     """Submit shards as one array and return their job ids.
 
-    Raises MeasureError with sbatch's message.
+    Raises MeasureError with sbatch's message, TooMany if fewer jobs may be accepted.
     """
     import submitit
 
@@ -101,15 +144,15 @@ def submit(
     try:
         return [str(job.job_id) for job in slurm.submit_array(list(shards))]
     except submitit.core.utils.FailedJobError as error:
-        text = f"executor=slurm: sbatch refused the jobs: {error}"
-        if "array" in str(error):
-            text += f"\n{len(shards)} jobs may be above MaxArraySize: set executor.shards lower."
-        raise MeasureError(text) from None
+        refused = TooMany if _TOO_MANY.search(str(error)) else MeasureError
+        raise refused(f"executor=slurm: sbatch refused the jobs: {error}") from None
 
 
 def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
-    """Return the jobs that are in the queue; None if SLURM does not answer."""
-    command = ["squeue", "--noheader", "--array", "--me", "--format=%i|%T|%N|%r"]
+    """Return those of the jobs that SLURM knows; None if it does not answer."""
+    if not jobs:
+        return {}
+    command = ["squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%N|%r"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         return None

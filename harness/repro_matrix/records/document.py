@@ -172,6 +172,16 @@ def kind_of(hardware: HardwareRecord) -> str:
     return hardware_kind(hardware["accelerator"], capability, hardware.get("shares_gpu", False))
 
 
+@closed
+class JobRecord(TypedDict):
+    """A job of SLURM. ``log``: in the folder of the run, where `repro` submitted it."""
+
+    id: str
+    task: NotRequired[str]
+    node: str
+    log: NotRequired[str]
+
+
 class Provenance(TypedDict):
     git_commit: str | None
     git_dirty: bool
@@ -182,6 +192,7 @@ class Provenance(TypedDict):
     seed: int
     launcher: str
     fingerprint: NotRequired[str]
+    job: NotRequired[JobRecord]
 
 
 @closed

@@ -72,6 +72,7 @@ def variant_record(cell: CellView, row: Row) -> dict[str, Any]:
         "started": row.started,
         "commit": row.commit,
         "document": line(row.evidence, 400),
+        "job": dict(row.job) or None,
         "error_at": line(row.error_at, 400) if row.error_at else None,
         "command": shlex.join(row.command),
     }
@@ -162,6 +163,7 @@ def _test_case(cell: CellView, row: Row) -> Any:
         f"reason: {reason}",
         f"attempts: {row.outcome}",
         f"evidence: {row.evidence}",
+        *([f"job: {row.job_text}"] if row.job else []),
         f"command: {command}",
     ]
     test.system_out = "\n".join(map(block, out))

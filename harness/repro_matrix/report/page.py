@@ -190,6 +190,7 @@ def proof(cell: CellView, place: str) -> Markup:
         lines += [*(f"{', '.join(names)}: {text}" for text, names in heads.items()), *details]
     command = shlex.join(cell.row.command[:-1])
     lines.append(f"again: {command} variants=NAME")
+    lines += [f"measured in {cell.row.job_text}"] if cell.row.job_text else []
     return Markup(escape("\n".join(block(text, TEXT) for text in lines)))
 
 

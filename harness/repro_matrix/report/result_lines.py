@@ -101,6 +101,8 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
         for command in (each.command, each.search)
         if command
     )
+    if row.job_text:
+        yield from wrap(f"measured in {row.job_text}", "    ", 3, width)
 
 
 def _log_lines(row: Row) -> list[str]:

@@ -142,7 +142,8 @@ class RowOrigin:
 
     ``evidence``: a path relative to the results folder, with ":line" in a file of several cells.
     ``evidence_state``: a hash of that file. ``graded_by``: a hash of the grader and of the case's
-    definition. ``variant_count``: of the cell, because a truncated summary has fewer rows.
+    definition. ``variant_count``: of the cell, because a truncated summary has fewer rows. ``job``:
+    of a cluster, as in a document.
     """
 
     complete: bool
@@ -154,6 +155,16 @@ class RowOrigin:
     evidence: str = ""
     evidence_state: str = ""
     graded_by: str = ""
+    job: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def job_text(self) -> str:
+        """Return the job with its node and log, or nothing."""
+        if not self.job:
+            return ""
+        name = "_".join(self.job[key] for key in ("id", "task") if key in self.job)
+        log = f", log {self.job['log']}" if "log" in self.job else ""
+        return f"SLURM job {name} on {self.job['node']}{log}"
 
 
 @dataclass(frozen=True, kw_only=True)

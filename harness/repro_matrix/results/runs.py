@@ -21,12 +21,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from repro_matrix.config import project
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
-from repro_matrix.paths import write_text
+from repro_matrix.paths import file_lock, has_locks, write_text
 from repro_matrix.records.document import Document
 from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import (
@@ -221,7 +221,8 @@ def drop(folder: Path) -> None:
 def prune_runs(root: Path, kept: int = KEPT) -> None:
     """Remove the oldest runs beyond ``kept``, except those in use."""
     for run in list_runs(root)[:-kept]:
-        if not in_use(run.folder):
+        ended = run.state == ENDED or has_locks(run.folder)
+        if ended and not in_use(run.folder):
             shutil.rmtree(run.folder, ignore_errors=True)
 
 
@@ -230,7 +231,7 @@ def in_use(folder: Path) -> bool:
     if not (folder / LOCK).exists():
         return False
     try:
-        with FileLock(folder / LOCK, timeout=0):
+        with file_lock(folder / LOCK, timeout=0):
             return False
     except OSError as error:
         return isinstance(error, Timeout)

@@ -11,24 +11,26 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import zstandard
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from pydantic_core import to_json
 
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
 from repro_matrix.git import git_state
-from repro_matrix.paths import ROOT, cache_dir, write_bytes, write_text
+from repro_matrix.paths import ROOT, cache_dir, file_lock, write_bytes, write_text
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
@@ -36,6 +38,7 @@ MANIFEST = "run.manifest"  # of a run (results/runs.py); no .json: these are cel
 ENDED, UNFINISHED = "ended", "unfinished"  # its state
 LATEST = "latest"  # in a folder of runs: the last of them
 JOBS = "jobs"  # of a run on a cluster: the folders of its shards, whose documents it copies
+JOB_LOG = "REPRO_JOB_LOG"  # variable of a job: its log, in the run's folder
 LOCK = ".lock"  # held while a run writes to a folder
 
 
@@ -55,7 +58,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.damaged: list[str] = []
-        self._lock = FileLock(root / LOCK, timeout=0)
+        self._lock = ExitStack()
 
     def open(self) -> None:
         """Lock the folder for writing.
@@ -64,7 +67,7 @@ class Store:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            self._lock.enter_context(file_lock(self.root / LOCK, timeout=0))
         except Timeout:
             text = (
                 f"{self.root}: another run is writing here. Wait for it, or choose another folder:"
@@ -75,7 +78,7 @@ class Store:
             raise cannot_write(error, self.root) from None
 
     def close(self) -> None:
-        self._lock.release()
+        self._lock.close()
 
     def path_of(self, hardware: str, label: str, cell_key: str) -> Path:
         return self.root / hardware / label / f"{cell_key}.json"
@@ -94,6 +97,14 @@ class Store:
             write_json(path, document)
         except OSError as error:
             raise cannot_write(error, path) from None
+
+    def adopt(self, source: Path, path: Path, document: Document) -> None:
+        """Save a document that is stored elsewhere. A link is faster; it needs the same disk."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(source, path)
+        except OSError:  # another disk, or there is an older document
+            self.save(path, document)
 
     def _keep(self, path: Path, older: Document) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
@@ -137,6 +148,19 @@ class Store:
             if document is not None:
                 document["path"] = found.path
                 yield document
+
+
+class StoredDocuments(Sequence[Document]):
+    """Documents that are read each time they are used: thousands of them do not fit in memory."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, at: Any) -> Any:
+        return {**document_at(self.paths[at]), "path": self.paths[at]}
 
 
 class Stored(NamedTuple):
@@ -366,7 +390,19 @@ def provenance(seed: int) -> dict[str, Any]:
         "harness_version": harness_version(),
         "command": " ".join(["repro", *sys.argv[1:]]),
         "seed": seed,
+        **_job(),
     }
+
+
+def _job() -> dict[str, dict[str, str]]:
+    """Return the job of SLURM that this process runs in, if any."""
+    env = os.environ
+    if "SLURM_JOB_ID" not in env:
+        return {}
+    job = {"id": env.get("SLURM_ARRAY_JOB_ID") or env["SLURM_JOB_ID"]}
+    job["node"] = env.get("SLURMD_NODENAME") or platform.node()
+    names = (("task", "SLURM_ARRAY_TASK_ID"), ("log", JOB_LOG))
+    return {"job": job | {key: env[name] for key, name in names if name in env}}
 
 
 def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:

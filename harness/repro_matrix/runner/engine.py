@@ -78,7 +78,7 @@ class Event:
 
 @dataclass
 class RunTotals:
-    documents: list[Document] = field(default_factory=list)
+    documents: Sequence[Document] = ()
     attempts: int = 0
     reused: int = 0
     cpu_s: float = 0.0

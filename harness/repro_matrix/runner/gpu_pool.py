@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, Nvml, stranger
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import read_launch, remove
+from repro_matrix.paths import has_locks
 from repro_matrix.text import counted
 
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
@@ -37,9 +38,11 @@ LOCKS = Path(f"/tmp/repro-matrix-gpus-{os.getuid()}")
 def _node(state: Path) -> Path:
     """Return the folder for the locks of this machine.
 
-    Several machines may share the file system of ``state``.
+    Several machines may share the file system of ``state``, which may have no locks.
     """
-    return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
+    state.mkdir(parents=True, exist_ok=True)
+    folder = state if has_locks(state) else LOCKS
+    return folder / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
 def _acquire(path: Path) -> FileLock | None:

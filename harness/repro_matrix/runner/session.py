@@ -150,7 +150,9 @@ def make_request(texts: Sequence[str]) -> Request:
     line = overrides.parse_overrides(texts)
     for key, text in line.words:
         if key.partition(".")[0] == "executor":
-            raise ConfigError(f"{text}: only `repro matrix` and `repro run` measure on a cluster.")
+            raise ConfigError(
+                f"{text}: only `repro matrix`, run, versions and bisect measure on a cluster."
+            )
     catalogue = catalog.load(patches=line.patches, cases=line.case)
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalog.load())

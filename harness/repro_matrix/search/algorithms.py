@@ -50,13 +50,21 @@ class Trail(Generic[Q, A]):
     """Keep all answers so far, in order, and ask no question twice.
 
     ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the
-    reason.
+    reason. ``prepare`` gets several questions that will be asked, before the first of them.
     """
 
     probe: Callable[[Q], A]
     answers: dict[Q, A] = field(default_factory=dict)
     max_probes: int | None = None
     ended: NoMoreProbes | None = None
+    prepare: Callable[[Sequence[Q]], None] | None = None
+
+    def expect(self, questions: Iterable[Q]) -> None:
+        """Announce questions that will be asked, as far as the limit allows."""
+        left = None if self.max_probes is None else self.max_probes - len(self.answers)
+        new = [each for each in dict.fromkeys(questions) if each not in self.answers][:left]
+        if self.prepare is not None and len(new) > 1:
+            self.prepare(new)
 
     def ask(self, question: Q) -> A:
         """Return the answer to a question, or raise NoMoreProbes."""
@@ -180,18 +188,22 @@ def version_map(
         step: int | None = 0
         asked: dict[int, None] = {}
         while step is not None:
-            trail.ask(round(step * (count - 1) / max(1, last)))
             asked[step] = None
             step = last if last not in asked else _middle(asked, 0, last)
+        points = [round(step * (count - 1) / max(1, last)) for step in asked]
+        trail.expect(points)
+        for point in points:
+            trail.ask(point)
         while True:
             edges = (edge for variant in variants for edge in boundaries(labels_of(trail, variant)))
             gaps = (
                 _middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed
             )
-            point_between = next(gaps, None)
-            if point_between is None:
+            needed = [point for point in gaps if point is not None]
+            if not needed:
                 return
-            trail.ask(point_between)
+            trail.expect(needed)
+            trail.ask(needed[0])
     except NoMoreProbes as ended:
         trail.ended = ended
 

@@ -124,6 +124,7 @@ class Search:
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
         stacks.resolve(base, say=self.prober.say)
         targets = release_line(package, base, one, other)
+        self.prober.expect([targets[0], targets[-1]])
         self.prober.learn(targets[0], targets[-1])
         roles = self._roles(targets[0], targets[-1])
         self.prober.say(f"both ends verified: {len(targets)} releases of {package}")
@@ -134,6 +135,7 @@ class Search:
         if good == bad or one.key == other.key:
             raise ConfigError(f"Good and bad are the same stack, {good}.")
         ends = Target("the good stack", good), Target("the bad stack", bad)
+        self.prober.expect(ends)
         self.prober.learn(*ends)
         roles = self._roles(*ends)
         self.prober.say("both stacks verified; now the packages in which they differ")
@@ -247,6 +249,7 @@ class Search:
         """
         points: dict[int, Point] = {}
         last = len(targets) - 1
+        self.prober.expect([targets[0], targets[-1]])
 
         def probe(at: int) -> ChangeSide:
             points[at] = self._ask(targets[at])

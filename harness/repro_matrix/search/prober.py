@@ -11,13 +11,15 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.cluster.queue import check_slurm
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
+from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.config.schema import Case
 from repro_matrix.config.selection import quoted
 from repro_matrix.environment import stacks
@@ -35,6 +37,7 @@ from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session, tracing
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
+from repro_matrix.search.in_jobs import Probe, ProbeJobs
 
 REPRODUCED = "reproduced"
 PASSED = "passed"
@@ -213,6 +216,7 @@ class CellRunner(ExitStack):
         self.say = say
         self.stop = stop
         self._place: workspace.Workplace | None = None
+        self.jobs: ProbeJobs | None = None  # where attempts are launched; None: on this machine
         # result -> attempts that this command launched, and what they took
         self.launched: Counter[Path] = Counter()
         self.seconds: defaultdict[Path, float] = defaultdict(float)
@@ -231,12 +235,23 @@ class CellRunner(ExitStack):
         was removed or the traced code was edited. Raises Stopped, and ConfigError if there is no
         such cell.
         """
+        if self.jobs is not None:
+            return self._in_job(self.jobs, Probe(request, stack, tuple(variants), repeat))
         document, path = self._execute(request, stack, variants, repeat, starting)
         if not self.launched[path]:
             trace = tracing.stored_trace(document, runs.results_folder(request.settings))
             if trace is not None and (trace.is_outdated or not trace.folder.is_dir()):
                 path.unlink()
                 document, path = self._execute(request, stack, variants, repeat, starting)
+        return document, path, self.launched[path]
+
+    def _in_job(self, jobs: ProbeJobs, probe: Probe) -> tuple[Document, Path, int]:
+        """Return what ``measure`` does, from a job of a cluster."""
+        document, path, now = jobs.result(probe)
+        if now:
+            variants, made = document["variants"].values(), document["provenance"]
+            self.launched[path] = sum(len(variant["attempts"]) for variant in variants)
+            self.seconds[path] = (made["ended"] or made["started"]) - made["started"]
         return document, path, self.launched[path]
 
     def _execute(
@@ -306,6 +321,16 @@ class Prober(CellRunner):
         # Where the numbers of the bad end differ (compare/two_sides.py).
         self.place: dict[str, Any] | None = None
 
+    def run_in_jobs(self, executor: SlurmExecutor) -> None:
+        """Measure in jobs of a cluster. Raises ConfigError if that is not possible."""
+        if getattr(self.case, "trace", None) is not None:
+            raise ConfigError(
+                "executor=slurm: probes with a trace (--numbers, --vary, --ranks) run on one"
+                " machine. Start the command in an allocation: salloc repro ..."
+            )
+        check_slurm()
+        self.jobs = ProbeJobs(executor, runs.results_folder(self.settings), self.say, self.stop)
+
     def learn(self, good: Target, bad: Target) -> None:
         """Define the failure by the two ends if the user did not; a case defines its own."""
 
@@ -332,6 +357,21 @@ class Prober(CellRunner):
     def document(self, target: Target, repeat: int) -> Document:
         """Return the result of a target, measured now unless it is stored."""
         return self.measure(self.request, self.resolve(target), self.variants, repeat)[0]
+
+    def expect(self, targets: Sequence[Target]) -> None:
+        """Measure targets that are needed in any case side by side, if there is a cluster.
+
+        ``probe`` then reads their results.
+        """
+        if self.jobs is None:
+            return
+        probes = []
+        for target in targets:
+            if target.spec not in self.points and not self.stop.is_set():
+                with suppress(StackError):  # ``probe`` reports it
+                    stack = self.resolve(target)
+                    probes.append(Probe(self.request, stack, tuple(self.variants), self.repeat))
+        self.jobs.submit(probes)
 
     def probe(self, target: Target, repeat: int | None = None) -> Point:
         """Measure the target, or read its stored result; may raise Stopped."""

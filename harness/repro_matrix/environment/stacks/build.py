@@ -4,10 +4,11 @@
     <cache>/stacks/<key>/done.json       written last; names the environment. A folder without it is
     never used
     <cache>/stacks/<key>/used            its time: when the stack was used last
-    <cache>/stacks/<key>.lock            held while building
+    <cache>/stacks/<key>.lock            held while building, if the file system has locks
 
-Every build gets a folder of its own, so that what a killed build left is never looked at. An
-environment is not moved after it was built: its scripts name its path.
+Every build gets a folder of its own, so that what a killed build left is never looked at, and two
+nodes without a lock between them do not disturb each other. An environment is not moved after it
+was built: its scripts name its path.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -63,15 +65,14 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
     uv verifies the lock's hashes.
     """
 
-    def install(folder: Path) -> Json:
+    def install(environment: Path) -> Json:
         log(f"stack {name}: building {len(lock.pins)} packages for Python {lock.python}")
         same = ".".join(map(str, sys.version_info[:2])) == lock.python
         base = getattr(sys, "_base_executable", sys.executable) if same else lock.python
-        environment = folder / f"env-{uuid.uuid4().hex[:8]}"
         run_uv(
             f"stack {name}", ["venv", "--quiet", "--no-project", "--python", base, str(environment)]
         )
-        source, python = folder / "lock.txt", str(environment / "bin" / "python")
+        source, python = environment.parent / "lock.txt", str(environment / "bin" / "python")
         write_lock(source, lock.text)
         run_uv(
             f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)]
@@ -83,45 +84,63 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
 
 
 def _once(name: str, key: str, make: Callable[[Path], Json], log: Log) -> Json:
-    """Return what ``make(folder)`` returned, now or the first time.
+    """Return what ``make`` returned, now or the first time. It gets the folder of the environment.
 
     The folder is kept as long as it is complete.
     """
-    from filelock import FileLock, Timeout  # only here: what lists cells imports this module
+    from filelock import Timeout  # only here: what lists cells imports this module
 
     folder = stacks_dir() / key
     marker = finished_marker(folder)
     if marker is None:
+        _check_node(name, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        guard = FileLock(folder.parent / f"{key}.lock")
-        try:
-            guard.acquire(timeout=0)
-        except Timeout:
-            log(f"stack {name}: another run is building it; waiting")
-            guard.acquire()
-        try:
+        path = folder.parent / f"{key}.lock"
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(paths.file_lock(path, timeout=0))
+            except Timeout:
+                log(f"stack {name}: another run is building it; waiting")
+                held.enter_context(paths.file_lock(path))
             marker = finished_marker(folder) or _make(name, folder, make, log)
-        finally:
-            guard.release()
     with contextlib.suppress(OSError):
         (folder / "used").touch()
     return marker
 
 
-def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Json:
-    began = time.monotonic()
-    if folder.exists():
-        log(
-            f"stack {name}: the cached environment is damaged or was never finished; building it"
-            " again"
+def _check_node(name: str, folder: Path) -> None:
+    """Raise StackError in a job if the stack is built and does not work on this node only."""
+    if read_marker(folder) and "SLURM_JOB_ID" in os.environ:
+        raise StackError(
+            "python",
+            f"stack {name}: {folder} does not work on node {platform.node()}, and other nodes may"
+            " use it. Does this node see it, with the Python that it was built with? If it is"
+            f" damaged: `repro stack prune {name}`. If the nodes differ: set REPRO_CACHE to a"
+            " folder of this kind of node.",
         )
+
+
+def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Json:
+    """Build an environment beside those that other nodes may be building: the first one counts."""
+    began = time.monotonic()
+    if (folder / "done.json").exists():
+        log(f"stack {name}: the cached environment is damaged; building it again")
         discard(folder)
+    for left in folder.glob("env-*"):  # of a build that was killed
+        if time.time() - left.stat().st_mtime > DAY_S:
+            shutil.rmtree(left, ignore_errors=True)
+    environment = folder / f"env-{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True)
-        marker = {"name": name, **make(folder)}
+        folder.mkdir(parents=True, exist_ok=True)
+        marker = {"name": name, **make(environment)}
+        if other := finished_marker(folder):
+            shutil.rmtree(environment, ignore_errors=True)
+            return other
         write_lock(folder / "done.json", json.dumps(marker))
     except BaseException as error:
-        discard(folder)
+        shutil.rmtree(environment, ignore_errors=True)
+        if not list(folder.glob("env-*")):
+            discard(folder)
         if isinstance(error, OSError):
             raise StackError("infra", f"stack {name}: it cannot be built: {error}") from None
         raise
@@ -208,9 +227,8 @@ def overlay(
         if not planned:
             return replace(base, name=name)
 
-    def install(folder: Path) -> Json:
+    def install(target: Path) -> Json:
         changes = planned or _plan_changes(name, base, swaps, definition)
-        target = folder / f"env-{uuid.uuid4().hex[:8]}"
         requested = {canonical(swap.name): str(swap) for swap in swaps}
         exact = [
             requested.get(package, f"{package}=={version}")
@@ -362,7 +380,7 @@ def prune_stacks(
     *, older_than_days: float = 30, everything: bool = False, names: tuple[str, ...] = ()
 ) -> list[CachedStack]:
     """Remove stacks that were not used recently, never finished, named, or all; return them."""
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
     removed = []
     for item in cached_stacks(names):
@@ -374,7 +392,7 @@ def prune_stacks(
         ):
             with (
                 contextlib.suppress(Timeout),
-                FileLock(f"{item.folder}.lock", timeout=0),
+                paths.file_lock(Path(f"{item.folder}.lock"), timeout=0),
             ):  # else it is being built
                 discard(item.folder)
                 shutil.rmtree(paths.cache_dir() / "extensions" / item.key, ignore_errors=True)

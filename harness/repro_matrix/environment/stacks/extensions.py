@@ -16,10 +16,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from repro_matrix.config.settings import building
 from repro_matrix.environment.stacks.spec import Stack
+from repro_matrix.paths import file_lock
 
 COMPILE_S = 600
 _UNCOMPILED = "deepspeed, whose CPU op cannot be compiled"
@@ -80,7 +79,7 @@ def compile_op(stack: Stack) -> str | None:
     """
     folder = Path(stack.extensions_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".building"):
+    with file_lock(folder / ".building"):
         if op_compiled(stack):
             return None
         remove_stale_locks(folder)  # of a compile that was killed

@@ -1,0 +1,150 @@
+"""Measure the probes of a search in jobs of a cluster.
+
+A job measures one probe with the runner of one machine, into a folder whose name is computed from
+the probe: the same command finds the jobs and the results of an earlier one.
+
+Within a job: ``python -m repro_matrix.search.in_jobs FOLDER``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.cluster.jobs import Jobs, Part
+from repro_matrix.config.executors import SlurmExecutor
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.environment.stacks.spec import short_hash
+from repro_matrix.errors import ExitCode, ReproError
+from repro_matrix.grading.regrade import outcomes_of, with_outcomes
+from repro_matrix.records.document import Document
+from repro_matrix.results import runs
+from repro_matrix.results.store import JOBS, MANIFEST, Store, code_hashes
+from repro_matrix.runner import run as workspace
+from repro_matrix.runner.session import Request
+from repro_matrix.search.algorithms import Stopped
+from repro_matrix.text import log
+
+PROBE = "probe.pkl"  # in a job's folder
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One cell on one stack, with the number of attempts of each variant."""
+
+    request: Request
+    stack: Stack
+    variants: tuple[str, ...]
+    repeat: int
+
+    @property
+    def key(self) -> str:
+        """Return a hash of what the result depends on, without the number of attempts."""
+        cell, catalogue = self.request.cells[0], self.request.catalogue
+        files = [
+            catalogue.raw[group][name]
+            for group, name in (("case", cell.case), ("model", cell.model))
+        ]
+        files.append(catalogue.raw["strategy"][cell.strategy])
+        code = code_hashes(catalogue, [cell.case])
+        texts = self.request.texts(without=("results", "repeat", "jobs"))
+        return short_hash(*map(str, (cell, self.stack.key, self.variants, files, code, texts)))
+
+
+class ProbeJobs:
+    """Submit probes side by side, and return their results.
+
+    ``results``: the folder that gets them.
+    """
+
+    def __init__(
+        self,
+        executor: SlurmExecutor,
+        results: Path,
+        say: Callable[[str], None],
+        stop: threading.Event,
+    ) -> None:
+        self.results, self.stop = results, stop
+        self.logs = results / JOBS
+        self.jobs = Jobs(executor, self.logs, say)
+        self.parts: dict[str, Part] = {}  # by the probe's key, of this command
+        self.fresh: set[str] = set()  # the probes that this command measures
+
+    def submit(self, probes: Sequence[Probe]) -> None:
+        """Measure probes side by side; return when their jobs have ended.
+
+        A job without a result is the business of ``result``. Raises Stopped.
+        """
+        parts = [self._part(probe) for probe in probes]
+        if not self.stop.is_set():
+            self.jobs.run(parts, self.stop)
+        if self.stop.is_set():
+            raise Stopped("interrupted", ExitCode.INTERRUPTED)
+
+    def result(self, probe: Probe) -> tuple[Document, Path, bool]:
+        """Return a probe's document, its file, and whether this command measured it.
+
+        The document is graded by today's definition of the failure. Raises Stopped.
+        """
+        self.submit([probe])
+        part = self.parts[probe.key]
+        if problem := self.jobs.problem(part):
+            raise Stopped(problem, ExitCode.INCOMPLETE)
+        found = list(Store(part.folder).documents())
+        document = max(found, key=lambda each: each["provenance"]["started"])
+        made: Any = document.pop("path")
+        path = self.results / Path(made).relative_to(part.folder)
+        cases = probe.request.catalogue.cases
+        outcomes = outcomes_of(document, cases[document["case"]], cases)
+        document = with_outcomes(document, outcomes)
+        Store(self.results).save(path, document)
+        return document, path, probe.key in self.fresh
+
+    def _part(self, probe: Probe) -> Part:
+        """Return the job of a probe. A result with fewer attempts than requested is incomplete."""
+        folder = self.logs / probe.key
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / PROBE
+        earlier = pickle.loads(path.read_bytes()) if path.exists() else None
+        if earlier is None or earlier.repeat < probe.repeat:
+            settings = probe.request.settings.model_copy(update={"results": str(folder)})
+            own = replace(probe, request=replace(probe.request, settings=settings))
+            path.write_bytes(pickle.dumps(own))
+            (folder / MANIFEST).unlink(missing_ok=True)
+            self.parts.pop(probe.key, None)
+        if probe.key not in self.parts:
+            command = [sys.executable, "-m", __name__, str(folder)]
+            part = Part(f"the probe on {probe.stack.name}", folder, command)
+            self.parts[probe.key] = part
+            self.fresh |= {probe.key} if part.open else set()
+        return self.parts[probe.key]
+
+
+def main(folder: Path) -> int:
+    """Measure the probe of a folder, in a job."""
+    from repro_matrix.search.prober import CellRunner
+
+    probe = pickle.loads((folder / PROBE).read_bytes())
+    stop = threading.Event()
+    runs.note(folder, [], runs.UNFINISHED)
+    try:
+        with workspace.interruptible(stop, log), CellRunner(log, stop) as runner:
+            runner.measure(probe.request, probe.stack, probe.variants, probe.repeat)
+    except Stopped as stopped:
+        log(f"repro: {stopped}")
+        return stopped.exit_code
+    except ReproError as error:
+        log(f"repro: {error}")
+        return int(error.exit_code)
+    runs.note(folder, [], runs.ENDED)
+    runs.store_exit_code(folder, ExitCode.OK)
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
