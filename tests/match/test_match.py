@@ -1339,6 +1339,10 @@ def test_rules_name_cases_of_the_catalog_and_threads() -> None:
     }
 
 
+# A log of it is answered by the refusal dcp-no-metadata, by a path that published evidence shortens.
+REFUSED = {"dcp-node-local"}
+
+
 @cache
 def tails(part: int) -> dict[str, tuple[frozenset[str], frozenset[str], str]]:
     """Every different log tail that is published, if ``part`` divides its checksum -> (the cases that its attempt shows by its
@@ -1399,6 +1403,7 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing(part: int, le
         known = {
             case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)
         }
+        known -= REFUSED
         if raised and known and not names and not possible(found) & right:
             missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
     assert (wrong, missed) == ([], []) and named > least

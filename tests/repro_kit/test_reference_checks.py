@@ -325,7 +325,7 @@ def test_checkpoint_is_checked_in_its_phases_and_a_non_finite_one_fails(
 
     class Held:
         def __init__(self, value: float) -> None:
-            self.value = value
+            self.value, self.inner = value, object()
 
         def save(self, folder: Any) -> None:
             during.append((run.record.data["phase"], folder.name))
@@ -344,6 +344,9 @@ def test_checkpoint_is_checked_in_its_phases_and_a_non_finite_one_fails(
         pass_criteria.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
         assert checks_of(run)["checkpoint"].state == state
     assert during == [("save", "checkpoint"), ("load", "checkpoint")] * 3
+    with pytest.raises(ValueError, match="trained model"):
+        same = Held(1.0)
+        pass_criteria.check_checkpoint(run, same, lambda: same)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])

@@ -375,8 +375,7 @@ def torchrun_line(attempt: Attempt) -> str:
         "steps": settings["steps"],
         "seed": settings["seed"],
     }
-    one_gpu = settings["devices"] < attempt.world_size // nodes
-    if attempt.device == "cuda" and one_gpu:
+    if attempt.device == "cuda" and settings["devices"] < attempt.world_size // nodes:
         options |= {"backend": attempt.backend, "devices": settings["devices"]}
     for name, value in options.items():
         words += [f"--{name}", str(value)] if value is not None else []
