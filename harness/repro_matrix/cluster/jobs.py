@@ -24,7 +24,7 @@ from repro_matrix.text import counted
 GONE_S = 30.0  # after so long out of the queue without a result, a job is lost: NFS is slow
 CANCEL_S = 60.0  # how long cancelled jobs have to store their results
 PREFIX = "repro: "  # begins a line of `repro` in a log
-WORDS = 300  # letters of it that are shown
+MAX_MESSAGE = 300  # characters of a message that are shown
 NOTE = "jobs.json"  # in a part's folder: its jobs
 # The part ran to its end: its results count.
 MEASURED = (ExitCode.OK, ExitCode.DIFFERS, ExitCode.INCOMPLETE)
@@ -185,7 +185,7 @@ class Jobs:
             return
         where = f" on {part.node}" if part.node else ""
         state = f" ({part.state})" if part.state not in ("", "COMPLETED", "RUNNING") else ""
-        text = f"job {part.jobs[-1]}{where} ended{state} without a result{self._last_words(part)}"
+        text = f"job {part.jobs[-1]}{where} ended{state} without a result{self._last_message(part)}"
         part.lost += 1
         if part.lost > self.executor.retries:
             part.problem = f"{text}, attempt {part.lost}"
@@ -207,20 +207,20 @@ class Jobs:
         kind, value = pickle_load(path)
         if kind == "success" and (value < 0 or value in (*MEASURED, ExitCode.INTERRUPTED)):
             return False
-        words = self._last_words(part)
+        message = self._last_message(part)
         part.problem = (
-            f"its command ended with {value}{words}" if kind == "success" else value[-300:]
+            f"its command ended with {value}{message}" if kind == "success" else value[-300:]
         )
         return True
 
-    def _last_words(self, part: Part) -> str:
+    def _last_message(self, part: Part) -> str:
         """Return the last message of `repro` in the log of a part's job."""
         path = Path(self.log(part))
         if not path.exists():
             return f" and without a log: do the nodes see {self.logs} under this path?"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         last = next((line for line in reversed(lines) if line.startswith(PREFIX)), "")
-        return f" ({last.removeprefix(PREFIX)[:WORDS]})" if last else ""
+        return f" ({last.removeprefix(PREFIX)[:MAX_MESSAGE]})" if last else ""
 
     def _cancel(self, jobs: Sequence[str]) -> None:
         queue.cancel(jobs)
