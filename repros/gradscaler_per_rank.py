@@ -69,8 +69,8 @@ def body(run: Run) -> None:
         for number in range(BATCHES + (MORE if uneven and run.rank == 0 else 0)):
             train(run.steps + number)
     run.metric("scale", scaler.get_scale())
-    note(run, "loss scale", scaler.get_scale(), least=2 if run.flags["enabled"] else 1)
     scaler = share(run, scaler)
+    note(run, "loss scale", scaler.get_scale(), least=2 if run.flags["enabled"] else 1)
     optimizer.param_groups[0]["lr"] = reference.lr
     reference.watch(model)
     losses: list[float] = []

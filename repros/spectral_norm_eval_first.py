@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from repro_kit import Run, main
@@ -33,7 +34,7 @@ def body(run: Run) -> None:
     run.metric("loss", float(loss))
     norms = [float(torch.linalg.matrix_norm(layer.weight.detach().double().cpu(), ord=2)) for layer in layers]
     run.fact("norms", norms)
-    furthest = max(norms, key=lambda norm: abs(norm - 1.0))
+    furthest = max(norms, key=lambda norm: math.inf if math.isnan(norm) else abs(norm - 1.0))
     run.metric("norm", furthest)
     run.check("norms", actual=furthest, expected=1.0, tolerance=TOLERANCE, subject=f"{len(layers)} weights, furthest")
 

@@ -13,7 +13,7 @@ from cluster.conftest import Make
 from repro_matrix.cluster import queue
 from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
-from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.errors import ConfigError
 
 
 def cases(folder: Path) -> list[str]:
@@ -221,7 +221,7 @@ def test_options_of_sbatch_are_passed_on(make: Make, tmp_path: Path) -> None:
 
 def test_a_refused_job_shows_the_message_of_sbatch(make: Make) -> None:
     made = make("ends", executor=("executor.partition=gpu",))
-    with pytest.raises(MeasureError, match="invalid partition specified: gpu"):
+    with pytest.raises(ConfigError, match="invalid partition specified: gpu"):
         made.run(threading.Event())
 
 

@@ -14,7 +14,7 @@ from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import resolve
-from repro_matrix.errors import MeasureError
+from repro_matrix.errors import ConfigError
 from repro_matrix.results.store import Store
 from repro_matrix.runner.adhoc_case import Script, command_of_script
 from repro_matrix.runner.script_failure import ScriptFailure
@@ -104,7 +104,7 @@ def test_an_array_above_the_limit_of_the_site_is_submitted_in_parts(
 
 @pytest.mark.parametrize("option", ["partition=gpu", "mem_gb=900", "gpus_per_node=2"])
 def test_jobs_that_no_node_can_run_are_refused(make_on: Make, option: str) -> None:
-    with pytest.raises(MeasureError, match="sbatch: error"):
+    with pytest.raises(ConfigError, match="sbatch: error"):
         make_on("ends", executor=(f"executor.{option}",)).run(threading.Event())
 
 

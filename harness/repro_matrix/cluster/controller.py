@@ -66,7 +66,7 @@ class Controller:
         ]
 
     def run(self, stop: threading.Event) -> RunTotals:
-        """Measure all shards. Raises MeasureError if SLURM refuses the jobs."""
+        """Measure all shards. Raises ConfigError if SLURM refuses the jobs."""
         began = time.monotonic()
         self.logs.mkdir(parents=True, exist_ok=True)
         stored = {"texts": self.texts, "shards": self.shards}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from repro_matrix.cluster import queue
 from repro_matrix.config.executors import SlurmExecutor
-from repro_matrix.errors import ExitCode, MeasureError
+from repro_matrix.errors import ConfigError, ExitCode, MeasureError
 from repro_matrix.paths import read_json, write_text
 from repro_matrix.results import runs
 from repro_matrix.text import counted
@@ -83,7 +83,7 @@ class Jobs:
     def run(self, parts: Sequence[Part], stop: threading.Event) -> None:
         """Submit what has no result and is not in the queue, and wait for the jobs to end.
 
-        If ``stop`` is set, the jobs are cancelled. Raises MeasureError if SLURM refuses them.
+        If ``stop`` is set, the jobs are cancelled. Raises ConfigError if SLURM refuses them.
         """
         while (queued := queue.look(_jobs(parts))) is None:
             self._say("SLURM does not answer")
@@ -129,8 +129,9 @@ class Jobs:
                 if exclude:  # no other node has what the jobs need
                     exclude = []
                     continue
-                if not self._accepted:  # the options are wrong
-                    raise
+                if not self._accepted:
+                    hint = "Check executor.partition and the other options of the executor."
+                    raise ConfigError(f"{error}. {hint}") from None
                 for part in parts:
                     part.problem = str(error)
                 return

@@ -31,6 +31,7 @@ _HINTS = {
     "TimeLimit": "timeout_min is above the limit",
     "held": "it failed to start too often: `scontrol release JOB`",
     "Held": "it is held: `scontrol release JOB`",
+    "Partition": "the partition has too few nodes for a job, is down, or has a lower limit",
     "ReqNodeNotAvail": "its nodes are down, drained or reserved",
 }
 
@@ -153,7 +154,10 @@ def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
     if not jobs:
         return {}
     command = ["squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%N|%r"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Ctrl-C goes to the whole process group, and must not end these commands.
+    answer = subprocess.run(
+        command, capture_output=True, text=True, check=False, start_new_session=True
+    )
     if answer.returncode:
         return None
     found = {}
@@ -167,4 +171,4 @@ def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
 def cancel(jobs: Sequence[str]) -> None:
     if jobs:
         with contextlib.suppress(OSError):
-            subprocess.run(["scancel", *jobs], check=False)
+            subprocess.run(["scancel", *jobs], check=False, start_new_session=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,6 +47,14 @@ class RunSettings(BaseModel):
     time_limit: str | None = None
     matrix: dict[str, Any] = {}
     env: dict[str, str] = {}
+
+    @field_validator("node_command")
+    @classmethod
+    def _program_of_node_command(cls, command: str | None) -> str | None:
+        words = shlex.split(command or "")
+        if command is not None and not (words and shutil.which(words[0])):
+            raise ValueError(f"no program {words[0] if words else ''!r} on this machine")
+        return command
 
     @field_validator("launcher")
     @classmethod

@@ -225,7 +225,7 @@ def wrong_nodes(case: Case, nodes: int, ranks: int, have: int) -> Iterator[Skip]
     if isinstance(case, AdhocCase):
         yield Skip("nodes", f"nodes={nodes}: a script's own command says on which nodes it runs")
     if ranks % nodes:
-        yield Skip("ranks", f"{counted(ranks, 'rank')} do not divide over {nodes} nodes")
+        yield Skip("ranks", f"{counted(ranks, 'rank')} cannot be divided over {nodes} nodes")
     if nodes > have:
         how = "Run it with executor=slurm or in an allocation of SLURM, or set node_command"
         reason = f"needs {nodes} nodes; this run has {have}. {how}"
