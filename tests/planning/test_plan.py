@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings, compose_run
@@ -387,3 +388,9 @@ def test_case_for_two_nodes_is_skipped_as_a_whole_on_one() -> None:
     assert {variant.skip and variant.skip.kind for variant in skipped.values()} == {"nodes"}
     there = variants("case=dcp-node-local", settings=RunSettings(node_command="env"))
     assert there["one-node"].settings.get("nodes") is None and not there["one-node"].skip
+
+
+@pytest.mark.parametrize("command", ["no-such-program {node}", ""])
+def test_program_of_node_command_must_exist(command: str) -> None:
+    with pytest.raises(ValidationError, match="no program"):
+        RunSettings(nodes=2, node_command=command)
