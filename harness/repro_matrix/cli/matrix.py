@@ -76,7 +76,10 @@ def run_selection(
     )
     quarantine.check_quarantine(entries, prepared.catalogue)
     notes = [f"note: {note}" for note in prepared.notes()]
-    log("\n".join([f"repro: {prepared.headline()}", *notes]))
+    where = "" if executor is None else "on this node: "
+    if where:
+        notes.append("note: each job plans its cells anew, with the hardware of its node")
+    log("\n".join([f"repro: {where}{prepared.headline()}", *notes]))
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
 
@@ -126,7 +129,7 @@ def _report(
     since = since_last_passing(folder, rows, cases)
     rows = quarantine.mark_rows(against_history(rows, since), entries, today)
     head = headline(rows, cases, since)
-    if summary.problem:
+    if summary.problem or summary.interrupted:
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
         stopped = f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}"
         head = replace(head, incomplete=stopped)

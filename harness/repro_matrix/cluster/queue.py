@@ -6,6 +6,7 @@ The queue is read with squeue: sacct needs an accounting database, which many cl
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -143,10 +144,12 @@ def submit(
     slurm = submitit.SlurmExecutor(folder=folder, max_num_timeout=100)
     slurm.update_parameters(**{name: value for name, value in values.items() if value is not None})
     try:
-        return [str(job.job_id) for job in slurm.submit_array(list(shards))]
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints the error as well
+            return [str(job.job_id) for job in slurm.submit_array(list(shards))]
     except submitit.core.utils.FailedJobError as error:
-        refused = TooMany if _TOO_MANY.search(str(error)) else MeasureError
-        raise refused(f"executor=slurm: sbatch refused the jobs: {error}") from None
+        text = "; ".join(str(error).replace("sbatch: error: ", "").splitlines())
+        refused = TooMany if _TOO_MANY.search(text) else MeasureError
+        raise refused(f"executor=slurm: sbatch refused the jobs: {text}") from None
 
 
 def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:

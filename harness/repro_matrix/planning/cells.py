@@ -238,7 +238,7 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
                 if not choices and type(default) in NUMBERS and type(value) not in NUMBERS:
                     raise ConfigError(
                         f"flags.{name}={as_yaml(value)} cannot run: case {case.slug} takes a number"
-                        f" there. Give one, such as {default}."
+                        f" there. Give one, such as {default or 1}."
                     )
                 if choices is not None and value not in choices:
                     raise unknown(

@@ -160,7 +160,7 @@ class ResultCounts:
     def example(self) -> CaseStatus | None:
         """The case that shows what to do: what needs attention, else one with a working fix."""
         urgent = self.attention[0].row.case if self.attention else ""
-        cases = [each for each in self.cases if each.state != "not_measured"]
+        cases = [each for each in self.cases if each.state not in ("not_measured", "passes")]
         return min(
             cases,
             default=None,

@@ -33,6 +33,8 @@ from repro_matrix.text import counted, list_some
 
 SKIPS = {
     "gpus": "needs more GPUs",
+    "nodes": "needs other nodes",
+    "ranks": "needs another number of ranks",
     "accelerator": "needs a GPU",
     "packages": "needs other packages",
     "stack": "needs a stack that is not built",

@@ -132,7 +132,7 @@ class RunProgress:
         self.out = Console(stderr=True, highlight=False)
         self.verbose, self.catalog = verbose, cases or {}
         self.attempts = self.done = self.cells = self.all_cells = self.different = 0
-        self.reasons: set[str] = set()  # of skipped cells
+        self.reason = ""  # of the last cell, if it was skipped
         self._printed = time.monotonic()
         # The bar counts expected seconds, so that the time left is that of long attempts, not of
         # their number.
@@ -213,10 +213,9 @@ class RunProgress:
             verb = "works" if len(fixes) == 1 else "work"
             texts.append(f"{works} of {len(fixes)} documented fixes {verb}")
         texts += [f"{row.variant}: {row.difference}" for row in different]
-        text = "; ".join(texts) or (
-            "skipped, as above" if reason in self.reasons else f"skipped: {reason}"
-        )
-        self.reasons.add(reason)
+        same = reason == self.reason
+        text = "; ".join(texts) or ("skipped, as above" if same else f"skipped: {reason}")
+        self.reason = reason
         self._print(
             one_line(
                 f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"
@@ -287,11 +286,6 @@ def summary_lines(
     yield from result_lines(head, width)
     texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
-    if summary.interrupted:
-        complete = len({row.cell for row in head.rows if row.complete})
-        texts.append(
-            f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others."
-        )
     if summary.reused:
         texts.append(
             f"{counted(summary.reused, 'attempt')} of an earlier run used again, {summary.attempts}"
