@@ -39,6 +39,7 @@ def body(run: Run) -> None:
         # DeepSpeed's own way: save the engine's checkpoint and load it.
         donor = engine(run, source, stage, lr=0.0)
         donor.save_checkpoint(str(run.work_dir / "checkpoint"), tag="it")
+        torch.distributed.barrier()  # else a rank may load before another has saved, and DeepSpeed ignores that
         ds.load_checkpoint(str(run.work_dir / "checkpoint"), tag="it", load_optimizer_states=False)
     if run.flags["refresh"]:
         ds.optimizer.refresh_fp32_params()
