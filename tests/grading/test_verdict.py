@@ -259,6 +259,8 @@ def test_new_case_that_reproduces_or_did_has_a_verdict() -> None:
     assert not judge(new, PASSED, [older(steps=40)], NOW, {"steps": 3})["fix"].unseen, (
         "with other settings"
     )
+    before = dict.fromkeys(NOW, "0.1")
+    assert judge(new, PASSED, [older()], before)["fix"].name == "NOT_REPRODUCED", "on a newer stack"
     assert not any(
         judge(new, {**PASSED, name: [outcome("infra_error")]})["fix"].unseen for name in PASSED
     )

@@ -345,7 +345,7 @@ def publish(found: Publication, catalogue: Catalogue) -> None:
     """Write documents, their summary and the tables of expectations."""
     own = project.current()
     store.write_baseline(own.baseline, found.written, found.dropped)
-    summary.write_baseline_summaries(own.baseline, catalogue.cases)
+    summary.write_baseline_summaries(own.baseline, summary.load_rows(own.baseline, catalogue.cases))
     own.expected.mkdir(parents=True, exist_ok=True)
     for slug, table in found.tables.items():
         path = own.expected / f"{slug}.yaml"

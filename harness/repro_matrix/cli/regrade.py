@@ -42,7 +42,7 @@ def main(args: options.Arguments) -> int:
     if not rows and not any(problems.values()):
         raise ResultsError(f"{folder}: no results. Name a folder of results.")
     if args.write and args.baseline:
-        summary.write_baseline_summaries(folder, cases)
+        summary.write_baseline_summaries(folder, rows)
     elif args.write:
         summary.write_rows(folder, rows)
     texts = [text for found in problems.values() for text in found]

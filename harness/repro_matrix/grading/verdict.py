@@ -95,6 +95,7 @@ def judge(
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
     needed = {fact: (facts or {}).get(fact) for fact in depends_on_capabilities(case, "unfixed")}
+    history = list(history)
     older = _older_reproduction(history, versions, settings or {}, needed)
     if changed and older.stack:
         older = OlderReproduction(None, f"{older.stack}, where it reproduced: here, {changed[0]}")
@@ -103,12 +104,9 @@ def judge(
     verdicts = {
         variant: judge_pair(case.slug, unfixed, outcomes[variant], older) for variant in fixes
     }
-    if (
-        case.expect
-        or older.stack
-        or older.not_comparable
-        or "reproduced" in {outcome.outcome for outcome in unfixed}
-    ):
+    if case.expect or any(outcome.outcome == "reproduced" for outcome in unfixed):
+        return verdicts
+    if any(_reproduced(document) for document in history):
         return verdicts
     return {variant: _unproven(verdict, unfixed) for variant, verdict in verdicts.items()}
 
@@ -275,13 +273,8 @@ def _older_reproduction(
     needed: Mapping[str, Any],
 ) -> OlderReproduction:
     not_comparable = None
-    for document in history:
-        stack, unfixed = document["stack"], document["variants"].get("unfixed")
-        outcomes = (
-            {attempt["outcome"]["outcome"] for attempt in unfixed["attempts"]} if unfixed else set()
-        )
-        if unfixed is None or outcomes - set(NO_EVIDENCE) != {"reproduced"} or stack.get("changed"):
-            continue
+    for document in filter(_reproduced, history):
+        stack, unfixed = document["stack"], document["variants"]["unfixed"]
         older = stack["versions"]
         if versions is None or is_older(older, versions):
             known = ", ".join(
@@ -295,6 +288,14 @@ def _older_reproduction(
                 return OlderReproduction(named)
             not_comparable = not_comparable or f"{named}, where it reproduced: {difference}"
     return OlderReproduction(None, not_comparable)
+
+
+def _reproduced(document: CellRecord) -> bool:
+    """Return whether every attempt of the unfixed variant with evidence reproduced the failure."""
+    unfixed = document["variants"].get("unfixed")
+    attempts = unfixed["attempts"] if unfixed else ()
+    outcomes = {attempt["outcome"]["outcome"] for attempt in attempts} - set(NO_EVIDENCE)
+    return outcomes == {"reproduced"} and not document["stack"].get("changed")
 
 
 def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:

@@ -182,12 +182,12 @@ def _line(row: Row) -> bytes:
     return text + DIGEST + _hash(text)[:8].encode() + b'"}\n'
 
 
-def write_baseline_summaries(root: Path, cases: Mapping[str, Case]) -> None:
+def write_baseline_summaries(root: Path, rows: Iterable[Row]) -> None:
     """Write the summaries of a baseline, one for each hardware."""
     by_hardware: dict[str, list[Row]] = {
         path.parent.name: [] for path in root.glob(f"*/{COMPRESSED}")
     }
-    for row in load_rows(root, cases) if root.is_dir() else ():
+    for row in rows:
         by_hardware.setdefault(row.evidence.split("/")[0], []).append(row)
     for hardware, rows in by_hardware.items():
         if rows:
