@@ -9,6 +9,7 @@ Within a job: ``python -m repro_matrix.search.in_jobs FOLDER``.
 from __future__ import annotations
 
 import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from repro_matrix.errors import ExitCode, ReproError
 from repro_matrix.grading.regrade import outcomes_of, with_outcomes
 from repro_matrix.records.document import Document
 from repro_matrix.results import runs
-from repro_matrix.results.store import JOBS, MANIFEST, Store, code_hashes
+from repro_matrix.results.store import JOBS, MANIFEST, Store, code_hashes, stack_label
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
@@ -44,7 +45,7 @@ class Probe:
 
     @property
     def key(self) -> str:
-        """Return a hash of what the result depends on, without the number of attempts."""
+        """Return a hash of the cell, its code and the stack. Variants and attempts can be added."""
         cell, catalogue = self.request.cells[0], self.request.catalogue
         files = [
             catalogue.raw[group][name]
@@ -52,8 +53,8 @@ class Probe:
         ]
         files.append(catalogue.raw["strategy"][cell.strategy])
         code = code_hashes(catalogue, [cell.case])
-        texts = self.request.texts(without=("results", "repeat", "jobs"))
-        return short_hash(*map(str, (cell, self.stack.key, self.variants, files, code, texts)))
+        texts = self.request.texts(without=("results", "repeat", "jobs", "variants"))
+        return short_hash(*map(str, (cell, self.stack.key, files, code, texts)))
 
 
 class ProbeJobs:
@@ -106,14 +107,21 @@ class ProbeJobs:
         return document, path, probe.key in self.fresh
 
     def _part(self, probe: Probe) -> Part:
-        """Return the job of a probe. A result with fewer attempts than requested is incomplete."""
+        """Return the job of a probe. It also measures what earlier probes of its key requested."""
         folder = self.logs / probe.key
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / PROBE
         earlier = pickle.loads(path.read_bytes()) if path.exists() else None
-        if earlier is None or earlier.repeat < probe.repeat:
+        if earlier is None:
+            self._copy_results(probe, folder)
+        variants, repeat = probe.variants, probe.repeat
+        if earlier is not None:
+            variants = tuple(dict.fromkeys([*earlier.variants, *variants]))
+            repeat = max(earlier.repeat, repeat)
+        if earlier is None or (variants, repeat) != (earlier.variants, earlier.repeat):
             settings = probe.request.settings.model_copy(update={"results": str(folder)})
-            own = replace(probe, request=replace(probe.request, settings=settings))
+            request = replace(probe.request, settings=settings)
+            own = replace(probe, request=request, variants=variants, repeat=repeat)
             path.write_bytes(pickle.dumps(own))
             (folder / MANIFEST).unlink(missing_ok=True)
             self.parts.pop(probe.key, None)
@@ -123,6 +131,15 @@ class ProbeJobs:
             self.parts[probe.key] = part
             self.fresh |= {probe.key} if part.open else set()
         return self.parts[probe.key]
+
+    def _copy_results(self, probe: Probe, folder: Path) -> None:
+        """Give a job the stored results of its cell: it measures only what they lack."""
+        label = stack_label(probe.stack.versions, probe.stack.label_key)
+        cell = probe.request.cells[0].key
+        for path in self.results.glob(f"*/{label}/{cell}.json"):
+            copied = folder / path.relative_to(self.results)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copied)
 
 
 def main(folder: Path) -> int:
