@@ -15,6 +15,7 @@ import pytest
 from repro_matrix.cluster import jobs
 from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
+from repro_matrix.planning.cells import Cell
 
 HERE = Path(__file__).parent
 Make = Callable[..., Controller]
@@ -72,6 +73,7 @@ def _maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         executor: tuple[str, ...] = (),
         texts: tuple[str, ...] = (),
         resume: bool = False,
+        code: dict[str, str] | None = None,
     ) -> Controller:
         """A run whose shards behave so."""
 
@@ -82,7 +84,11 @@ def _maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         chosen, _ = executors.split(["executor=slurm", "executor.poll_s=0.1", *executor])
         assert chosen is not None
         said: list[str] = []
-        made = Controller(chosen, texts, len(behaviors), tmp_path / "run", said.append, resume)
+        cells = [
+            Cell(f"shard-{number}", "m", "fsdp", (), "current", "cpu")
+            for number in range(1, len(behaviors) + 1)
+        ]
+        made = Controller(chosen, texts, cells, tmp_path / "run", said.append, resume, code or {})
         made.said = said  # type: ignore[attr-defined]
         return made
 

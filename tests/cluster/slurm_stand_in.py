@@ -80,7 +80,8 @@ def squeue() -> None:
             print("|".join([file.name, *state]))
 
 
-def scancel(*names: str) -> None:
+def scancel(option: str, *names: str) -> None:
+    assert option == "--name=repro-matrix"
     for name in names:
         pid = int((FOLDER / name).read_text(encoding="utf-8").split()[0])
         try:

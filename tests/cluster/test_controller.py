@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from cluster.conftest import Make
 from repro_matrix.cluster import queue
 from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import executors
-from repro_matrix.errors import ConfigError
+from repro_matrix.errors import ConfigError, ResultsError
 
 
 def cases(folder: Path) -> list[str]:
@@ -152,6 +153,7 @@ def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path)
     first.jobs._submit(first.parts)
     until(lambda: len(cases_of_jobs(tmp_path)) == 2)
     jobs = [part.jobs[-1] for part in first.parts]
+    first.store.close()  # as its process ends
 
     again, stop = make("sleeps", "ends", resume=True), threading.Event()
     assert [part.jobs[-1] for part in again.parts] == jobs
@@ -164,6 +166,38 @@ def test_a_controller_that_comes_back_finds_its_jobs(make: Make, tmp_path: Path)
     third = make("ends", "sleeps", resume=True)  # the finished shard is not measured again
     assert not third.run(threading.Event()).interrupted
     assert [len(part.jobs) for part in third.parts] == [2, 1]
+
+
+def test_other_code_measures_finished_shards_again(make: Make) -> None:
+    make("ends", "ends", code={"shard-1": "a"}).run(threading.Event())
+    same = make("ends", "ends", resume=True, code={"shard-1": "a"})
+    same.run(threading.Event())
+    other = make("ends", "ends", resume=True, code={"shard-1": "b"})
+    other.run(threading.Event())
+    assert [len(part.jobs) for part in same.parts] == [1, 1]
+    assert [len(part.jobs) for part in other.parts] == [2, 2]
+
+
+def test_results_of_other_cells_and_damaged_ones_do_not_count(make: Make, tmp_path: Path) -> None:
+    made = make("ends", "ends")
+    first, second = (part.folder / "cpu" / "torch2" for part in made.parts)
+
+    made.jobs.run(made.parts, threading.Event())
+    shutil.move(second / "shard-2", second / "shard-1")
+    (second / "other").mkdir()
+    (second / "other" / "cell.json").write_text("{")
+    totals = made.run(threading.Event())
+    assert len(totals.documents) == 1 and first.is_dir()
+    missing, damaged = made.problems()
+    assert "shard-2/m-fsdp" in missing and "other/cell.json" in damaged
+
+
+def test_two_runs_in_one_folder_exclude_each_other(make: Make) -> None:
+    made = make("ends")
+    with pytest.raises(ResultsError):
+        make("ends")
+    made.run(threading.Event())
+    assert make("ends", resume=True).parts[0].code == 0
 
 
 def test_a_new_run_in_the_same_folder_takes_no_result_of_the_old_one(

@@ -28,6 +28,7 @@ from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines
 from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder, store_exit_code
+from repro_matrix.results.store import code_hashes
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
 from repro_matrix.runner.engine import RunTotals
@@ -98,8 +99,10 @@ def run_selection(
             root = results_folder(prepared.settings)
             nodes = max(executor.nodes, prepared.nodes)
             executor = executor.model_copy(update={"nodes": nodes})
+            cells = [plan.cell for plan in prepared.plans]
+            code = code_hashes(prepared.catalogue, {cell.case for cell in cells})
             controller = Controller(
-                executor, selected, len(prepared.plans), root, progress.warn, args.resume
+                executor, selected, cells, root, progress.warn, args.resume, code
             )
             summary = controller.run(stop)
             short = controller.problems()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import PickleError
 
 from repro_matrix.cluster import queue
 from repro_matrix.config.executors import SlurmExecutor
@@ -25,7 +26,7 @@ GONE_S = 30.0  # after so long out of the queue without a result, a job is lost:
 CANCEL_S = 60.0  # how long cancelled jobs have to store their results
 PREFIX = "repro: "  # begins a line of `repro` in a log
 MAX_MESSAGE = 300  # characters of a message that are shown
-NOTE = "jobs.json"  # in a part's folder: its jobs
+NOTE = "jobs.manifest"  # in a part's folder: its jobs
 # The part ran to its end: its results count.
 MEASURED = (ExitCode.OK, ExitCode.DIFFERS, ExitCode.INCOMPLETE)
 
@@ -51,7 +52,7 @@ class Part:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        self.jobs = read_json(self.folder / NOTE) or []
+        self.jobs = jobs_of(self.folder)
         self.read()
 
     @property
@@ -69,6 +70,12 @@ class Part:
         self.waits, self.missing_since = False, None
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / NOTE, json.dumps(self.jobs) + "\n")
+
+
+def jobs_of(folder: Path) -> list[str]:
+    """Return the jobs that are noted in a part's folder."""
+    found = read_json(folder / NOTE)
+    return list(map(str, found)) if isinstance(found, list) else []
 
 
 class Jobs:
@@ -91,6 +98,9 @@ class Jobs:
                 return
         alive = _alive(queued)
         self._accepted = bool(alive)
+        if alive:
+            listed = ", ".join(sorted(alive))
+            self.say(f"watching jobs of an earlier call, with the options of then: {listed}")
         for part in _open(parts):
             part.waits = not part.jobs or part.jobs[-1] not in alive
         while _open(parts) and not stop.is_set():
@@ -138,7 +148,8 @@ class Jobs:
             self._accepted = True
             for part, job in zip(parts, jobs, strict=True):
                 part.note(job)
-            return self.say(f"submitted {counted(len(jobs), 'job')}: {jobs[0].partition('_')[0]}")
+            array = jobs[0].partition("_")[0]
+            return self.say(f"submitted {counted(len(jobs), 'job')} as array {array}")
 
     def _look(self, parts: Sequence[Part]) -> None:
         """Read the queue once: which jobs wait, run, ended or got lost. Submit what is missing."""
@@ -205,7 +216,10 @@ class Jobs:
             return False
         from submitit.core.utils import pickle_load
 
-        kind, value = pickle_load(path)
+        try:
+            kind, value = pickle_load(path)
+        except (OSError, ValueError, EOFError, PickleError):  # half written
+            return False
         if kind == "success" and (value < 0 or value in (*MEASURED, ExitCode.INTERRUPTED)):
             return False
         message = self._last_message(part)
@@ -218,7 +232,8 @@ class Jobs:
         """Return the last message of `repro` in the log of a part's job."""
         path = Path(self.log(part))
         if not path.exists():
-            return f" and without a log: do the nodes see {self.logs} under this path?"
+            hint = f" and without a log: do the nodes see {self.logs} under this path?"
+            return hint if part.node else ""  # else it never started
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         last = next((line for line in reversed(lines) if line.startswith(PREFIX)), "")
         return f" ({last.removeprefix(PREFIX)[:MAX_MESSAGE]})" if last else ""

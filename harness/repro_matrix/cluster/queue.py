@@ -22,6 +22,8 @@ from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.results.store import JOB_LOG, JOBS
 
+NAME = "repro-matrix"  # of the jobs
+ANSWER_S = 60.0  # for SLURM to answer
 _ENDED = re.compile(
     "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED"
     "|REVOKED"
@@ -126,7 +128,7 @@ def submit(
     import submitit
 
     values = {
-        "job_name": "repro-matrix",
+        "job_name": NAME,
         "time": executor.timeout_min,
         "nodes": executor.nodes,
         "srun_args": ["--nodes=1", "--ntasks=1"] if executor.nodes > 1 else None,
@@ -146,6 +148,10 @@ def submit(
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints the error as well
             return [str(job.job_id) for job in slurm.submit_array(list(shards))]
+    except submitit.core.utils.FailedSubmissionError as error:
+        raise MeasureError(
+            f"executor=slurm: no job number in the answer of sbatch: {error}"
+        ) from None
     except submitit.core.utils.FailedJobError as error:
         text = "; ".join(str(error).replace("sbatch: error: ", "").splitlines())
         refused = TooMany if _TOO_MANY.search(text) else MeasureError
@@ -157,21 +163,27 @@ def look(jobs: Sequence[str]) -> Mapping[str, Job] | None:
     if not jobs:
         return {}
     command = ["squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%N|%r"]
-    # Ctrl-C goes to the whole process group, and must not end these commands.
-    answer = subprocess.run(
-        command, capture_output=True, text=True, check=False, start_new_session=True
-    )
+    try:
+        # Ctrl-C goes to the whole process group, and must not end these commands.
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            start_new_session=True,
+            timeout=ANSWER_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None
     if answer.returncode:
         return None
-    found = {}
-    for line in answer.stdout.splitlines():
-        name, state, node, why = line.split("|", 3)
-        if name in jobs:
-            found[name] = Job(state, node, why)
-    return found
+    lines = (line.split("|", 3) for line in answer.stdout.splitlines())
+    return {line[0]: Job(*line[1:]) for line in lines if len(line) == 4 and line[0] in jobs}
 
 
 def cancel(jobs: Sequence[str]) -> None:
     if jobs:
         with contextlib.suppress(OSError):
-            subprocess.run(["scancel", *jobs], check=False, start_new_session=True)
+            command = ["scancel", f"--name={NAME}", *jobs]
+            subprocess.run(command, check=False, start_new_session=True)

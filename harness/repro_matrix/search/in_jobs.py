@@ -8,6 +8,7 @@ Within a job: ``python -m repro_matrix.search.in_jobs FOLDER``.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shutil
 import sys
@@ -96,7 +97,16 @@ class ProbeJobs:
         part = self.parts[probe.key]
         if problem := self.jobs.problem(part):
             raise Stopped(problem, ExitCode.INCOMPLETE)
-        found = list(Store(part.folder).documents())
+        label = stack_label(probe.stack.versions, probe.stack.label_key)
+        place = probe.request.cells[0].key, label
+        found = [
+            document
+            for document in Store(part.folder).documents()
+            if (document["cell_id"], document["stack"]["label"]) == place
+        ]
+        if not found:
+            text = f"{part.name}: no result of it in {part.folder}. Remove this folder."
+            raise Stopped(text, ExitCode.INCOMPLETE)
         document = max(found, key=lambda each: each["provenance"]["started"])
         made: Any = document.pop("path")
         path = self.results / Path(made).relative_to(part.folder)
@@ -111,7 +121,9 @@ class ProbeJobs:
         folder = self.logs / probe.key
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / PROBE
-        earlier = pickle.loads(path.read_bytes()) if path.exists() else None
+        earlier: Probe | None = None
+        with contextlib.suppress(Exception):  # none, or damaged
+            earlier = pickle.loads(path.read_bytes())
         if earlier is None:
             self._copy_results(probe, folder)
         variants, repeat = probe.variants, probe.repeat

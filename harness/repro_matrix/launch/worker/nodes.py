@@ -34,6 +34,8 @@ GRACE_S = 4.0  # after a rank or an agent failed: the others may fail with error
 STOP_S = 15.0  # for agents to end their ranks
 REACH_S = 3.0  # for the rendezvous host to answer
 SIOCGIFADDR = 0x8915
+ENVIRONMENT = "environment.json"  # of the ranks, in the attempt's folder
+OWN = ("SLURM", "CUDA_VISIBLE_DEVICES")  # variables that differ between nodes
 
 
 def machine_id() -> list[str]:
@@ -51,7 +53,14 @@ class Agents:
     def __init__(self, spec: dict[str, Any], spec_file: Path) -> None:
         self.spec, self.folder = spec, spec_file.parent
         self.count = spec["nodes"]["count"]
-        own = [sys.executable, os.path.abspath(__file__), str(spec_file), str(elastic.free_port())]
+        # -E: without PYTHONPATH and the like of the node.
+        own = [
+            sys.executable,
+            "-E",
+            os.path.abspath(__file__),
+            str(spec_file),
+            str(elastic.free_port()),
+        ]
         self.commands = [[*words, *own] for words in spec["nodes"]["commands"]]
         if len(self.commands) == self.count:  # else srun gives each its number
             self.commands = [[*words, str(n)] for n, words in enumerate(self.commands)]
@@ -93,6 +102,7 @@ class Agents:
         def end_with_me() -> None:  # srun ends the agents that it has started
             elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)
 
+        elastic.write(self.folder / ENVIRONMENT, env)
         for words in self.commands:
             self.processes.append(subprocess.Popen(words, env=env, preexec_fn=end_with_me))
 
@@ -161,6 +171,14 @@ def route(host: str, port: int) -> tuple[str, str | None]:
                 if socket.inet_ntoa(raw[20:24]) == address:
                     return address, name
     return address, None
+
+
+def use_environment(folder: Path) -> None:
+    """Give this node the controller's environment, with what SLURM says of the node."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(OWN)}
+    given = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    os.environ.clear()
+    os.environ.update({**given, **own})
 
 
 class Agent:
@@ -281,6 +299,7 @@ def main() -> None:
         elastic.die_with_parent()
         Agents(spec, spec_file).run()
     else:
+        use_environment(spec_file.parent)
         number = int(sys.argv[3] if len(sys.argv) > 3 else os.environ["SLURM_NODEID"])
         Agent(spec, spec_file.parent, int(sys.argv[2]), number).run()
     sys.stdout.flush()
