@@ -29,8 +29,8 @@ class Nodes:
 
 def count(env: Mapping[str, str]) -> int:
     """Return how many nodes the allocation has in which this process runs."""
-    text = env.get("SLURM_JOB_NUM_NODES", "")
-    return int(text) if text.isdigit() and shutil.which("srun") else 1
+    text, job = env.get("SLURM_JOB_NUM_NODES", ""), {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"}
+    return int(text) if text.isdigit() and job <= env.keys() and shutil.which("srun") else 1
 
 
 def started_by(command: str, number: int, host: str | None) -> Nodes:

@@ -315,6 +315,8 @@ class Prober(CellRunner):
             if spec.stack and name in wanted
         }
         self.variants = [variant for variant in wanted if variant not in self.own_stack]
+        # The variant in the line of a probe.
+        self.shown = variants[-1] if variants else next(iter(self.variants), "")
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was defined, for the report
@@ -412,7 +414,7 @@ class Prober(CellRunner):
                 attempts,
             )
         self.points[target.spec] = point
-        answer = point.variants[self.variants[0]]
+        answer = point.variants[self.shown]
         how = f"{point.wall_s:.1f} s" if point.attempts or not answer.counted else "stored"
-        self.say(f"{point.target.name}: {self.variants[0]} {answer} ({how})")
+        self.say(f"{point.target.name}: {self.shown} {answer} ({how})")
         return point
