@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.instrumentation import files, watch
+from repro_kit.instrumentation import files, note, watch
 from repro_kit.models import build
+from repro_kit.norms import norm, norm_of
 from repro_kit.saving import compare
-from repro_kit.wrapping import own_batch
+from repro_kit.wrapping import full_parameters, own_batch
 
 import torch
 import torch.distributed.checkpoint as checkpoint
@@ -55,8 +56,12 @@ def body(run: Run) -> None:
         checkpoint.load = partial(checkpoint.load, planner=checkpoint.DefaultLoadPlanner())
     folder = str(run.work_dir / "state")
     accelerator, model, optimizer = start(run, run.seed)
+    drawn = full_parameters(run, model)
     for number in range(run.steps):
         step(run, model, optimizer, number)
+    trained = full_parameters(run, model)
+    moved = norm_of(norm(trained[name], drawn[name]) for name in drawn)
+    note(run, "trained", moved, least=1e-3, subject="distance of the weights from their start")  # states may be zeros
     run.phase("save")
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
@@ -67,7 +72,8 @@ def body(run: Run) -> None:
         step(run, fresh, fresh_optimizer, 0)
     accelerator.load_state(folder)  # <- loads those states that the fresh optimizer has: none
     files(run, folder)
-    compare(run, model, optimizer.optimizer, fresh, fresh_optimizer.optimizer)
+    stateless = run.flags["optimizer"] == "sgd"
+    compare(run, model, optimizer.optimizer, fresh, fresh_optimizer.optimizer, stateless)
     losses = [step(run, m, o, run.steps + n) for m, o in ((model, optimizer), (fresh, fresh_optimizer)) for n in (0, 1)]
     run.check("next-steps", actual=losses[2:], expected=losses[:2], tolerance=1e-6, subject="the losses of two steps")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from repro_kit import Run, main
@@ -16,12 +17,30 @@ from torch.nn.utils.parametrize import is_parametrized
 TOLERANCE = 0.9  # the single power iteration of a first forward is only a rough estimate: 1.42 instead of 1
 
 
+Seen = dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]  # what a layer got and returned
+
+
+def look(evaluated: Seen, layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    if not layer.training:
+        evaluated[layer] = inputs[0], output
+
+
+def scale(inputs: torch.Tensor, output: torch.Tensor, weight: torch.Tensor) -> float:
+    """Return how many times larger ``output`` is than that of ``weight``, whose norm is 1."""
+    expected = inputs.double().cpu() @ weight.T
+    return float((output.double().cpu() * expected).sum() / (expected * expected).sum())
+
+
 def body(run: Run) -> None:
     model: Any = build(run).to(run.device)
     normed = parametrizations.spectral_norm if run.flags["parametrization"] else spectral_norm
     layers = [layer.mlp.down_proj for layer in model.model.layers]
+    largest = [float(torch.linalg.matrix_norm(layer.weight.detach().double().cpu(), ord=2)) for layer in layers]
+    rightly = [layer.weight.detach().double().cpu() / norm for layer, norm in zip(layers, largest)]
+    evaluated: Seen = {}
     for layer in layers:
         normed(layer, n_power_iterations=run.flags["iterations"])
+        layer.register_forward_hook(partial(look, evaluated))
     watch(run, model)
     hooked = sum(bool(layer._forward_pre_hooks) or is_parametrized(layer) for layer in layers)
     note(run, "spectral norm", hooked, least=len(layers), subject="layers")
@@ -32,7 +51,7 @@ def body(run: Run) -> None:
     with torch.no_grad():
         loss = model.eval()(**inputs, use_cache=False).loss  # <- iterates in training mode only
     run.metric("loss", float(loss))
-    norms = [float(torch.linalg.matrix_norm(layer.weight.detach().double().cpu(), ord=2)) for layer in layers]
+    norms = [scale(*evaluated[layer], weight) for layer, weight in zip(layers, rightly)]
     run.fact("norms", norms)
     furthest = max(norms, key=lambda norm: math.inf if math.isnan(norm) else abs(norm - 1.0))
     run.metric("norm", furthest)

@@ -18,6 +18,8 @@ from torch.utils.data import SequentialSampler
 
 SAMPLES, LENGTH = 8, 16  # of one rank and one optimizer step
 EVALUATED = 13
+# Rounding moves the scale by less than 1e-5. Weighting tokens unequally moves it by up to 0.019, which direction finds.
+SCALE = 0.02
 
 
 def samples(run: Run) -> list[dict[str, torch.Tensor]]:
@@ -108,7 +110,7 @@ def train(run: Run, model: Any, data: Any, whole: torch.Tensor) -> None:
     direction = float((actual / actual.norm() - expected / expected.norm()).norm())
     run.metric("scale", scale)
     run.metric("loss_ratio", result.training_loss / float(whole))
-    run.check("scale", actual=scale, expected=1.0, tolerance=0.5, subject=compared(names))
+    run.check("scale", actual=scale, expected=1.0, tolerance=SCALE, subject=compared(names))
     run.check("direction", actual=direction, expected=0.0, tolerance=1e-3, subject=compared(names))
 
 
