@@ -160,11 +160,12 @@ class Reference:
         tolerance = FACTOR * max(abs(other["evaluation"] - expected), unit(torch.float32) * abs(expected))
         run.check("evaluation", actual=mean, expected=expected, tolerance=tolerance, subject="of held-out batches")
         # A token that rounding may change proves nothing, and neither do those after it.
-        alike = next((n for n, (a, b) in enumerate(zip(truth["tokens"], other["tokens"])) if a != b), len(tokens))
+        made = len(truth["tokens"])
+        alike = next((n for n, (a, b) in enumerate(zip(truth["tokens"], other["tokens"])) if a != b), made)
         margins = list(zip(truth["margins"], other["margins"]))[:alike]
         doubt = FACTOR * max((abs(one - perturbed) for one, perturbed in margins), default=math.inf)
         count = next((n for n, (margin, _) in enumerate(margins) if margin <= doubt), alike)
-        subject = f"{count} of {len(tokens)} greedy tokens, those that rounding cannot change"
+        subject = f"{count} of {made} greedy tokens, those that rounding cannot change"
         if count == 0 and (self.computes_in or self.dtype) != torch.float32:
             return run.fact("generation", "in low precision, rounding may change each token")
         exact = 0.0 if count else math.nan  # void
