@@ -9,6 +9,7 @@ from typing import Any
 
 from repro_kit import Run, main
 from repro_kit.error_reduction import apart, compared
+from repro_kit.instrumentation import note
 from repro_kit.models import build
 from repro_kit.norms import norm, norm_of
 from repro_kit.strategies import each_step
@@ -26,9 +27,10 @@ def step(run: Run, model: Any, optimizer: Any, number: int) -> None:
 
 def read(run: Run, model: Any, optimizer: Any) -> None:
     if run.flags["how"] == "optimizer":
-        optimizer.state_dict()
-        return
-    get_optimizer_state_dict(model, optimizer)  # <- the dummy step
+        found = optimizer.state_dict()["state"]
+        return note(run, "states read", len(found), least=0, subject="before the first step there are none")
+    found = get_optimizer_state_dict(model, optimizer)["state"]  # <- the dummy step
+    note(run, "states read", len(found), least=len(list(model.parameters())), subject="parameters with a state")
     if run.flags["how"] == "reset":
         for state in optimizer.state.values():
             state["step"].zero_()

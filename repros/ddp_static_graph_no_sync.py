@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.collectives import gather
-from repro_kit.error_reduction import compared
+from repro_kit.collectives import check_replicas
 from repro_kit.instrumentation import note, watch
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
@@ -38,12 +37,6 @@ def accumulate(run: Run, ddp: Any, step: int) -> float:
                 loss.backward()  # <- the first one, if it doesn't reduce
         total += loss.item()
     return total
-
-
-def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
-    sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
-    differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
-    run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=compared(parameters, differ))
 
 
 def body(run: Run) -> None:

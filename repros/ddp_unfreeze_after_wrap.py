@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.collectives import gather
-from repro_kit.error_reduction import compared
-from repro_kit.instrumentation import watch
+from repro_kit.collectives import check_replicas
+from repro_kit.instrumentation import note, watch
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
 from repro_kit.strategies import each_step
@@ -25,10 +24,11 @@ def make_parallel(run: Run, model: nn.Module) -> Any:
     return DDP(model.to(run.device), find_unused_parameters=find_unused, static_graph=static)
 
 
-def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
-    sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
-    differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
-    run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=compared(parameters, differ))
+def note_frozen(run: Run, layer: nn.Module, frozen: bool, when: str) -> None:
+    """Record how many of the layer's parameters are frozen: all or none."""
+    each = [not parameter.requires_grad for parameter in layer.parameters()]
+    promised = len(each) if frozen else 0
+    note(run, "frozen", sum(each), promised, promised, subject=f"parameters of the first layer, {when}")
 
 
 def body(run: Run) -> None:
@@ -37,8 +37,10 @@ def body(run: Run) -> None:
     layer, when = model.model.layers[0], run.flags["unfreeze"]
     if when != "lr":
         layer.requires_grad_(False)
+    note_frozen(run, layer, when != "lr", "before wrapping")
     if when == "before":
         layer.requires_grad_(True)
+    note_frozen(run, layer, when in ("after", "rewrap"), "at wrapping")
     wrapped = make_parallel(run, model)
     if when in ("after", "rewrap"):
         layer.requires_grad_(True)  # <- DDP chose the gradients that it reduces when it wrapped the model

@@ -6,8 +6,7 @@ import types
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.collectives import gather
-from repro_kit.error_reduction import compared
+from repro_kit.collectives import check_replicas
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
 from repro_kit.strategies import each_step
@@ -22,13 +21,6 @@ def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, l
     hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]  # <- not the root
     logits = model.lm_head(hidden)[:, :-1]
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())
-
-
-def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
-    """Check that every rank holds the same parameters after a step (DDP)."""
-    sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
-    differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
-    run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=compared(parameters, differ))
 
 
 def body(run: Run) -> None:

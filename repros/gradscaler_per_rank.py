@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.collectives import gather
-from repro_kit.error_reduction import compared
+from repro_kit.collectives import check_replicas, gather
 from repro_kit.instrumentation import note, watch
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
@@ -43,12 +42,6 @@ def share(run: Run, scaler: GradScaler) -> GradScaler:
     return scaler
 
 
-def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
-    sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
-    differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
-    run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=compared(parameters, differ))
-
-
 def body(run: Run) -> None:
     model: Any = build(run).train().to(run.device)
     reference = Reference(run, model)  # of the steps after the first epoch, which has a learning rate of 0
@@ -65,15 +58,21 @@ def body(run: Run) -> None:
         return float(loss.item())
 
     uneven = run.flags["uneven"]
+    losses: list[float] = []
     with ddp.join() if uneven else nullcontext():
         for number in range(BATCHES + (MORE if uneven and run.rank == 0 else 0)):
-            train(run.steps + number)
+            losses.append(train(run.steps + number))
+    made = [int(steps) for (steps,) in gather(run, [len(losses)])]
+    note(run, "first epoch", min(made), least=BATCHES, subject="steps of the rank with the fewest")
+    more = max(made) - min(made)
+    least, most = (1, None) if uneven else (0, 0)
+    note(run, "unequal steps", more, least, most, subject=f"steps of the ranks in the first epoch: {made}")
     run.metric("scale", scaler.get_scale())
     scaler = share(run, scaler)
     note(run, "loss scale", scaler.get_scale(), least=2 if run.flags["enabled"] else 1)
     optimizer.param_groups[0]["lr"] = reference.lr
     reference.watch(model)
-    losses: list[float] = []
+    losses = []
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):
         losses.append(train(step))

@@ -33,7 +33,9 @@ def body(run: Run) -> None:
     recipe, fault = Recipe.of(run), run.flags["sabotage"]
     model, weights = made(run, dtype)
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
-    reference = Reference(run, model, same_batch, make_batch=recipe.whole, weights=weights, recipe=recipe)
+    reference = Reference(
+        run, model, same_batch, make_batch=recipe.whole, weights=weights, recipe=recipe, every_step=True
+    )
     training_flags(run, model)
     rate = recipe.rate(dtype)
     trained = wrap(run, model, rate, weights, recipe)  # each rank's part, initialized unit by unit
@@ -47,6 +49,7 @@ def body(run: Run) -> None:
     for step in each_step(run):
         if run.flags["resume"] and step == run.steps // 2:
             trained = resumed(run, trained, fresh, states=fault != "forget_states")
+            reference.go_on(trained.inner)
         parts = recipe.parts(run, 0 if same_batch else run.rank, step)
         losses.append(trained.train(parts) if fault == "none" else sabotaged(run, trained, parts, step, fault))
         if step == 0:

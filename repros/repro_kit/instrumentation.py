@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from repro_kit.norms import checksum
 from repro_kit.record import ONLOOKERS
 from repro_kit.run import Run
 
@@ -116,6 +117,8 @@ class Watched:
         self.stepped: dict[int, tuple[int, int, int, int]] = {}
         self.steps: list[Step] = []
         self.measures_norms = False  # of this rank's gradients
+        self.matrices: dict[str, bool] = {}  # by parameter's name, if the groups of the optimizer are measured
+        self.samples: dict[str, set[int]] | None = None  # checksums of trained and held-out samples, if measured
         self.forwards: list[Any] = []  # modules in training mode of the forwards with gradients since the last step
         self.before: dict[str, int] = {}  # calls before the step
         self.called: dict[str, int] = {}
@@ -128,9 +131,12 @@ class Watched:
     def take(self, module: Any) -> None:
         self.module = module if self.module is None else self.module
         self.modules.append(module)
-        module.register_forward_pre_hook(self._before_forward, prepend=True)
+        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
 
-    def _before_forward(self, module: Any, *_: Any) -> None:
+    def _before_forward(self, module: Any, _: Any, inputs: dict[str, Any]) -> None:
+        if self.samples is not None and "labels" in inputs:
+            kind = "trained" if torch.is_grad_enabled() else "held out"
+            self.samples[kind].update(map(checksum, inputs["input_ids"]))
         if torch.is_grad_enabled():
             self.module = module  # a model that only loads a checkpoint has no step
             self.forwards.append(module if module.training else None)
@@ -144,6 +150,8 @@ class Watched:
             self.steps.append(Step(self.forwards))
             self.forwards = []
         self.steps[-1].add(optimizer, self.measures_norms)
+        if self.matrices:
+            self.steps[-1].add_groups(optimizer, self.module, self.matrices)
         self.optimizers = [optimizer]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -184,18 +192,32 @@ class Step:
         self.forwards = forwards
         self.optimizers: set[str] = set()
         self.rates: list[float] = []
-        self.decays: list[float] = []
+        self.betas: set[tuple[float, ...]] = set()
+        # Elements of this rank by (of a matrix?, weight decay); None: in a flat tensor without a name.
+        self.elements: dict[tuple[bool | None, float], int] = {}
         self.squares = 0.0  # of this rank's gradients, if they are measured
 
     def add(self, optimizer: Any, measure: bool) -> None:
         self.optimizers.add(type(optimizer).__name__.lower())
         for group in optimizer.param_groups:
             self.rates.append(float(group["lr"]))
-            self.decays.append(group.get("weight_decay", 0.0))
+            self.betas.update([tuple(group["betas"])] if "betas" in group else [])
             for gradient in (parameter.grad for parameter in group["params"] if measure):
                 if gradient is not None:
                     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                     self.squares += float(torch.linalg.vector_norm(local, dtype=torch.float32)) ** 2
+
+    def add_groups(self, optimizer: Any, module: Any, matrices: dict[str, bool]) -> None:
+        named = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                key = (matrices.get(named.get(id(parameter), "")), float(group["weight_decay"]))
+                self.elements[key] = self.elements.get(key, 0) + sizes([parameter])[0]
+
+
+def clean(name: str) -> str:
+    """Return a parameter's name without the prefixes of wrappers."""
+    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def count_collectives() -> None:
@@ -307,6 +329,47 @@ def training_flags(run: Run, model: Any) -> None:
         adapters(run, model)
     watched = watch_flag(run, lambda: _note_steps(run, watched.steps))
     watched.measures_norms = bool(flags["clip"])
+    if flags["optimizer"] == "adamw":
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        watched.matrices = {name: parameter.dim() > 1 for name, parameter in trained.items()}
+        watch_flag(run, lambda: _note_groups(run, watched.steps, trained))
+    if flags["evaluation"]:
+        samples = watched.samples = {"trained": set(), "held out": set()}
+        watch_flag(run, lambda: _note_samples(run, samples))
+
+
+def _note_samples(run: Run, samples: dict[str, set[int]]) -> None:
+    new = len(samples["held out"] - samples["trained"])
+    subject = f"of {len(samples['held out'])} samples of this rank that it did not train on"
+    note(run, "held out", new, least=max(len(samples["held out"]), 1), subject=subject)
+
+
+BETAS, DECAY = (0.9, 0.999), 0.1  # of AdamW, as the help of the flag ``optimizer`` promises
+
+
+def _note_groups(run: Run, steps: list[Step], trained: dict[str, Any]) -> None:
+    """Record AdamW's betas, and the elements whose weight decay is wrong: matrices decay, norms and biases do not.
+
+    DeepSpeed steps on flat parts, an equal one of each group on every rank: their size is compared.
+    """
+    used = sorted({betas for step in steps for betas in step.betas})
+    right = sum(step.betas == {BETAS} for step in steps)
+    note(run, "betas", right, run.steps, run.steps, subject=f"steps with {BETAS}; used: {used}")
+    wrong = 0
+    for step in steps:
+        flat = {decay: count for (matrix, decay), count in step.elements.items() if matrix is None}
+        wrong += sum(
+            count
+            for (matrix, decay), count in step.elements.items()
+            if decay != (DECAY if matrix else 0.0) and (matrix is not None or decay != DECAY)
+        )
+        for matrix, decay in ((True, DECAY), (False, 0.0)) if flat else ():
+            alike = [parameter for parameter in trained.values() if (parameter.dim() > 1) == matrix]
+            missing = sum(parameter.numel() for parameter in alike) - flat.get(decay, 0) * run.world_size
+            padding = run.world_size * (len(alike) + 8)  # of each parameter, and of the whole
+            wrong += abs(missing) if missing > 0 or -missing > padding else 0
+    seen = [f"{count} by {decay:g}" for (_, decay), count in (steps[-1].elements if steps else {}).items()]
+    note(run, "decay", wrong, most=0, subject=f"elements that decay wrongly; in the last step {', '.join(seen)}")
 
 
 def _note_steps(run: Run, steps: list[Step]) -> None:
@@ -315,10 +378,7 @@ def _note_steps(run: Run, steps: list[Step]) -> None:
     def equal(what: str, actual: float, wanted: float, subject: str = "") -> None:
         note(run, what, actual, wanted * 0.999, wanted * 1.001, subject)
 
-    def decays(step: Step) -> bool:
-        return max(step.decays) > 0 or flags["optimizer"] == "sgd"
-
-    equal("optimizer", sum(step.optimizers == {flags["optimizer"]} and decays(step) for step in steps) / count, 1)
+    equal("optimizer", sum(step.optimizers == {flags["optimizer"]} for step in steps) / count, 1)
     equal("accumulation", sum(len(step.forwards) for step in steps) / count, flags["accumulation"], "forwards")
     last = 1.0 if flags["schedule"] == "constant" else 1 / run.steps
     equal("schedule", max(steps[-1].rates) / max(steps[0].rates) if steps else 0.0, last, "last rate to the first")

@@ -10,7 +10,7 @@ parallel (repro_kit/reference.py). Checks:
 ``norms``      those of the gradients that the strategy clips equal the reference's; void where it does not clip
 ``evaluation`` the loss of held-out batches after the training, and ``generation``: greedy tokens
 ``batches``    each rank had its own data and its own gradient before the reduction (or all had the same data, where
-               ranks share a batch): otherwise a missing reduction would change nothing
+               ranks share a batch): otherwise a missing reduction would change nothing; in the control, in every step
 ``start``      every rank began with the parameters of the reference
 ``rounding``   how far rounding alone moves the reference
 ``checkpoint`` parameters saved and loaded into a newly wrapped model equal those in memory, bit for bit
@@ -30,8 +30,9 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Union
 
 from repro_kit.collectives import gather
 from repro_kit.error_reduction import compared, worst
+from repro_kit.instrumentation import note
 from repro_kit.models import batch
-from repro_kit.norms import digest, norm, norm_of
+from repro_kit.norms import checksum, digest, norm, norm_of
 from repro_kit.recipes import LR as LR
 from repro_kit.recipes import PLAIN, Recipe
 from repro_kit.recipes import RATES as RATES
@@ -55,7 +56,8 @@ class Reference:
 
     ``same_batch``: the ranks share one batch (tensor parallelism). ``ranks``: the number of ranks whose batches make a
     step, if not all. ``computes_in``: the dtype of mixed precision, if not that of the parameters. ``weights``
-    initializes parameters on meta; ``begin`` must then be called.
+    initializes parameters on meta; ``begin`` must then be called. ``every_step``: ``batches`` requires
+    other tokens in every step, too.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Reference:
         computes_in: Optional[torch.dtype] = None,
         weights: Optional[Weights] = None,
         recipe: Recipe = PLAIN,
+        every_step: bool = False,
     ) -> None:
         run.phase("reference")
+        self.every_step = every_step
         self.same_batch = same_batch
         self.dtype = next(model.parameters()).dtype
         self.computes_in = computes_in = computes_in or recipe.computes_in
@@ -96,6 +100,10 @@ class Reference:
     def watch(self, model: nn.Module) -> None:
         """Observe ``model``; call this where the trained model is another object than the reference's."""
         self.own = Own(model)
+
+    def go_on(self, model: nn.Module) -> None:
+        """Observe ``model``, too, which continues the training."""
+        self.own.look_at(model)
 
     def begin(self, now: Named) -> None:
         """Record the parameters with which the ranks begin, as the strategy holds them."""
@@ -160,11 +168,12 @@ class Reference:
         tolerance = FACTOR * max(abs(other["evaluation"] - expected), unit(torch.float32) * abs(expected))
         run.check("evaluation", actual=mean, expected=expected, tolerance=tolerance, subject="of held-out batches")
         # A token that rounding may change proves nothing, and neither do those after it.
-        alike = next((n for n, (a, b) in enumerate(zip(truth["tokens"], other["tokens"])) if a != b), len(tokens))
+        made = len(truth["tokens"])
+        alike = next((n for n, (a, b) in enumerate(zip(truth["tokens"], other["tokens"])) if a != b), made)
         margins = list(zip(truth["margins"], other["margins"]))[:alike]
         doubt = FACTOR * max((abs(one - perturbed) for one, perturbed in margins), default=math.inf)
         count = next((n for n, (margin, _) in enumerate(margins) if margin <= doubt), alike)
-        subject = f"{count} of {len(tokens)} greedy tokens, those that rounding cannot change"
+        subject = f"{count} of {made} greedy tokens, those that rounding cannot change"
         if count == 0 and (self.computes_in or self.dtype) != torch.float32:
             return run.fact("generation", "in low precision, rounding may change each token")
         exact = 0.0 if count else math.nan  # void
@@ -174,6 +183,8 @@ class Reference:
     def check_batches(self, run: Run) -> None:
         if run.world_size == 1:
             return run.check("batches", actual=self.own.calls > 0, expected=True, subject="one rank: nothing to differ")
+        if self.every_step:
+            return self._check_each_batch(run)
         seen = gather(run, self.own.seen())
         distinct = [len({value for value in values if math.isfinite(value)}) for values in zip(*seen)]
         if self.same_batch:
@@ -181,6 +192,25 @@ class Reference:
             return run.check("batches", actual=distinct[0], expected=1, tolerance=0, subject=subject)
         what = "token ids, and gradient of the last hidden states before any reduction, of the first step"
         run.check("batches", actual=distinct, expected=[run.world_size] * 2, tolerance=0, subject=what)
+
+    def _check_each_batch(self, run: Run) -> None:
+        """Record ``batches``: no two micro-batches of the training have the same tokens, on any rank or in any step;
+        and that no two have the same masks of dropout.
+        """
+        count = run.steps * self.recipe.accumulation
+        padded = [*self.own.batches, *[math.nan] * count][:count], [*self.own.states, *[math.nan] * count][:count]
+        tokens, states, firsts = (gather(run, values) for values in (*padded, self.own.seen()))
+        different = 1 if self.same_batch else run.world_size
+        actual = [distinct(value for rank in tokens for value in rank), len(self.own.batches)]
+        actual += [min(distinct(column) for column in zip(*tokens)), distinct(gradient for _, gradient in firsts)]
+        expected = [count * different, count, different, run.world_size]
+        subject = "token ids of every micro-batch: distinct, forwards, distinct in one; gradients of the first step"
+        if self.same_batch:
+            actual, expected = actual[:3], expected[:3]
+        run.check("batches", actual=actual, expected=expected, tolerance=0, subject=subject)
+        if self.recipe.dropout:
+            found = distinct(value for rank in states for value in rank)
+            note(run, "masks", found, least=count * different, subject="states of the generators that draw masks")
 
     def _check_moved(self, run: Run, check: str, now: Named, when: str) -> None:
         """Compare the movement of each tensor, and of all together, with the reference's, relative to the whole
@@ -191,16 +221,26 @@ class Reference:
         run.check(check, **found)
 
 
+def distinct(values: Iterable[float]) -> int:
+    return len({value for value in values if math.isfinite(value)})
+
+
 class Own:
     """What this rank's model saw in its first step: token ids, and the gradient of its last hidden states.
 
-    That gradient belongs to an activation, which no strategy reduces between ranks.
+    That gradient belongs to an activation, which no strategy reduces between ranks. Of every forward with gradients:
+    ``batches``, checksums of the token ids, and ``states``, of the random generator on the CPU.
     """
 
     def __init__(self, model: Any) -> None:
         self.calls = 0
         self.ids = self.gradient = math.nan
-        model.get_input_embeddings().register_forward_pre_hook(self._enter)
+        self.batches: list[float] = []
+        self.states: list[float] = []
+        self.look_at(model)
+
+    def look_at(self, model: Any) -> None:
+        model.get_input_embeddings().register_forward_pre_hook(self._enter, prepend=True)
         model.get_output_embeddings().register_forward_pre_hook(self._leave)
 
     def seen(self) -> list[float]:
@@ -212,6 +252,9 @@ class Own:
         if self.calls == 1 and inputs and torch.is_tensor(inputs[0]):
             ids = inputs[0].detach().flatten().to("cpu", torch.float64)
             self.ids = float((ids * torch.arange(1, ids.numel() + 1)).sum())
+        if torch.is_grad_enabled() and inputs and torch.is_tensor(inputs[0]):
+            self.batches.append(checksum(inputs[0]))
+            self.states.append(checksum(torch.get_rng_state()))
 
     def _leave(self, _module: Any, inputs: Any) -> None:
         if self.calls == 1 and inputs and torch.is_tensor(inputs[0]) and inputs[0].requires_grad:
