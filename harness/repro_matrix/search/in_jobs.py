@@ -57,6 +57,12 @@ class Probe:
         texts = self.request.texts(without=("results", "repeat", "jobs", "variants"))
         return short_hash(*map(str, (cell, self.stack.key, files, code, texts)))
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Return the stack's label and the cell's name in a folder of results."""
+        label = stack_label(self.stack.versions, self.stack.label_key)
+        return label, self.request.cells[0].key
+
 
 class ProbeJobs:
     """Submit probes side by side, and return their results.
@@ -97,12 +103,10 @@ class ProbeJobs:
         part = self.parts[probe.key]
         if problem := self.jobs.problem(part):
             raise Stopped(problem, ExitCode.INCOMPLETE)
-        label = stack_label(probe.stack.versions, probe.stack.label_key)
-        place = probe.request.cells[0].key, label
         found = [
             document
             for document in Store(part.folder).documents()
-            if (document["cell_id"], document["stack"]["label"]) == place
+            if (document["stack"]["label"], document["cell_id"]) == probe.place
         ]
         if not found:
             text = f"{part.name}: no result of it in {part.folder}. Remove this folder."
@@ -146,8 +150,7 @@ class ProbeJobs:
 
     def _copy_results(self, probe: Probe, folder: Path) -> None:
         """Give a job the stored results of its cell: it measures only what they lack."""
-        label = stack_label(probe.stack.versions, probe.stack.label_key)
-        cell = probe.request.cells[0].key
+        label, cell = probe.place
         for path in self.results.glob(f"*/{label}/{cell}.json"):
             copied = folder / path.relative_to(self.results)
             copied.parent.mkdir(parents=True, exist_ok=True)
