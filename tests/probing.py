@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from repro_matrix.cli.main import main
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, StackError
-from repro_matrix.environment.stacks import lock as releases
-from repro_matrix.environment.stacks.lock import Release
+from repro_matrix.environment.stacks import Stack, StackError, package_index
+from repro_matrix.environment.stacks.package_index import Release
 from repro_matrix.environment.stacks.spec import canonical, parse_stack, short_hash
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import runs
@@ -196,7 +195,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: made)
     monkeypatch.setattr(runs, "measured_rows", lambda *given: [])
-    monkeypatch.setattr(releases, "releases", made.releases)
+    monkeypatch.setattr(package_index, "releases", made.releases)
     return made
 
 

@@ -23,12 +23,13 @@ from repro_matrix.environment.stacks import (
     build,
     defined_stacks,
     make_lock,
+    package_index,
     prune_stacks,
     resolve,
     spec,
 )
 from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.lock import Release
+from repro_matrix.environment.stacks.package_index import Release
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ".".join(map(str, sys.version_info[:2]))
@@ -412,15 +413,15 @@ def listed(found: Sequence[Release]) -> list[str]:
 
 
 def test_releases_leave_out_yanked_and_pre_releases_unless_requested(requested: list[str]) -> None:
-    assert listed(locks.releases("Demo")) == [
+    assert listed(package_index.releases("Demo")) == [
         "1.0",
         "1.10",
         "1.10.1",
     ]  # one file of 1.0 is yanked, the other is not
-    assert listed(locks.releases("demo", yanked=True)) == ["1.0", "1.9", "1.10", "1.10.1"]
-    assert listed(locks.releases("demo", pre=True)) == ["1.0", "1.10", "1.10.1", "1.11rc1"]
+    assert listed(package_index.releases("demo", yanked=True)) == ["1.0", "1.9", "1.10", "1.10.1"]
+    assert listed(package_index.releases("demo", pre=True)) == ["1.0", "1.10", "1.10.1", "1.11rc1"]
     with pytest.raises(StackError, match="did you mean 'transformers'"):
-        locks.releases("transfomers")
+        package_index.releases("transfomers")
     assert requested == ["demo"] * 3 + ["transfomers"]
 
 
@@ -429,24 +430,24 @@ def test_releases_of_an_index_that_cannot_be_reached_are_an_error_of_the_machine
 ) -> None:
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
     with pytest.raises(StackError) as caught:
-        locks.releases("demo")
+        package_index.releases("demo")
     assert caught.value.infra_error
 
 
 def test_indexes_prefer_uv_settings_to_pip_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert locks.indexes() == [PYPI_SIMPLE_ENDPOINT]
+    assert package_index.indexes() == [PYPI_SIMPLE_ENDPOINT]
     monkeypatch.setenv("PIP_INDEX_URL", "http://pip/simple")
-    assert locks.indexes() == ["http://pip/simple"]
+    assert package_index.indexes() == ["http://pip/simple"]
     monkeypatch.setenv("UV_INDEX_URL", "http://uv/simple")
     monkeypatch.setenv("UV_INDEX", "mine=http://a/simple http://b/simple")
-    assert locks.indexes() == ["http://a/simple", "http://b/simple", "http://uv/simple"]
+    assert package_index.indexes() == ["http://a/simple", "http://b/simple", "http://uv/simple"]
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://default/simple")
-    assert locks.indexes()[-1] == "http://default/simple"
+    assert package_index.indexes()[-1] == "http://default/simple"
 
 
 def test_between_and_exact_select_releases_or_name_the_nearest() -> None:
     def between_of(text: str) -> list[str]:
-        return listed(locks.between(RANGE, *locks.parse_between(text)))
+        return listed(package_index.between(RANGE, *package_index.parse_between(text)))
 
     assert between_of("4.36..5.23") == [
         "4.36.0",
@@ -459,6 +460,6 @@ def test_between_and_exact_select_releases_or_name_the_nearest() -> None:
     for text in ("4.36", "4.36..new", "4.45..4.36", "6..7"):
         with pytest.raises(StackError):
             between_of(text)
-    assert locks.exact("demo", RANGE, "5.0") == 3
+    assert package_index.exact("demo", RANGE, "5.0") == 3
     with pytest.raises(StackError, match=r"4\.36\.0, 4\.36\.2, 5\.0\.0, 5\.23\.0"):
-        locks.exact("demo", RANGE, "4.37")
+        package_index.exact("demo", RANGE, "4.37")

@@ -12,7 +12,7 @@ import pytest
 from probing import ScriptLab, before, lab, result, world
 from repro_matrix.cli.main import main
 from repro_matrix.environment.lockfiles import endpoints
-from repro_matrix.environment.stacks.lock import Release
+from repro_matrix.environment.stacks.package_index import Release
 from repro_matrix.launch.attempt import Attempt
 from script_observations import FINE, UPSTREAM, raised, rank, seen
 

@@ -353,12 +353,14 @@ def stack_of(side: str, text: str, base: str, package: str) -> str:
     The option's value is a stack, or a release of the package, which replaces the one in ``base``.
     """
     from repro_matrix.environment import stacks
-    from repro_matrix.environment.stacks import lock as locks
+    from repro_matrix.environment.stacks import package_index
     from repro_matrix.search.bisect import is_release
 
     if is_release(text):
         package = stacks.spec.canonical(package)
-        known = locks.releases(package, yanked=True, pre=True)
-        text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
+        known = package_index.releases(package, yanked=True, pre=True)
+        text = stacks.with_release(
+            base, package, known[package_index.exact(package, known, text)].version
+        )
     check_side(side, text)
     return text

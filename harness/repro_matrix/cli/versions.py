@@ -20,9 +20,9 @@ import click
 from repro_matrix.cli import options
 from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, spec
-from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.lock import Release
+from repro_matrix.environment.stacks import Stack, package_index, spec
+from repro_matrix.environment.stacks.lock import read_lock
+from repro_matrix.environment.stacks.package_index import Release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.report.terminal import print_json
@@ -70,12 +70,12 @@ def main(args: options.Arguments) -> int:
         raise ReproError(
             f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}"
         )
-    first, last = locks.parse_between(args.range or "..")
+    first, last = package_index.parse_between(args.range or "..")
     stack = stacks.resolve(base, say=log)
-    available = locks.releases(package)
+    available = package_index.releases(package)
     if not args.range:
         first = _oldest(package, stack, available)
-    listed = locks.between(available, first, last)
+    listed = package_index.between(available, first, last)
     names = [release.version for release in listed]
     points: dict[int, Point] = {}
 
@@ -130,5 +130,5 @@ def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> str | N
     for slug in spec.definitions():
         path = spec.lock_path(slug)
         if path.exists():
-            pinned.append(locks.read_lock(path).pins.get(package))
+            pinned.append(read_lock(path).pins.get(package))
     return next((release.version for release in available if release.version in pinned), None)

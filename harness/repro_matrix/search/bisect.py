@@ -15,8 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, version_differences
-from repro_matrix.environment.stacks import lock as locks
+from repro_matrix.environment.stacks import Stack, package_index, version_differences
 from repro_matrix.environment.stacks.build import too_heavy
 from repro_matrix.environment.stacks.spec import parse_stack
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
@@ -116,9 +115,9 @@ class Search:
             self._stacks(good, bad, [package] if package else [])
 
     def _releases(self, good: str, bad: str, package: str, base: str) -> None:
-        available = locks.releases(package, yanked=True, pre=True)
+        available = package_index.releases(package, yanked=True, pre=True)
         one, other = (
-            available[locks.exact(package, available, text)].version for text in (good, bad)
+            available[package_index.exact(package, available, text)].version for text in (good, bad)
         )
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
@@ -157,7 +156,7 @@ class Search:
         good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
         low, high = sorted((good, bad))
         # The change may have come with a yanked release between the two neighbours.
-        listed = locks.releases(package, yanked=True)
+        listed = package_index.releases(package, yanked=True)
         yanked = [each.version for each in listed if each.yanked and low < each.parsed < high]
         self.stages.append(Stage("release", package, found, good < bad, yanked))
         self.stopped = self.stopped or found.stopped
@@ -381,7 +380,7 @@ def release_line(
     of all targets.
     """
     ends = {Version(good): good, Version(bad): bad}
-    known = {release.parsed: release.version for release in locks.releases(package)}
+    known = {release.parsed: release.version for release in package_index.releases(package)}
     inside = {version: text for version, text in known.items() if min(ends) < version < max(ends)}
     line = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
 

@@ -1,19 +1,14 @@
-"""Resolve stacks with uv into requirements files with hashes, and list an index's releases.
+"""Resolve stacks with uv into requirements files with hashes.
 
 A lock is universal (every operating system and machine, from the stack's Python on), so that one
 committed file serves all. Its first lines name what it was made from, so that a lock which no
 longer fits its definition is noticed. Locks that are not committed (of a user's file, of a floating
 stack, of a variation of a stack) are resolved once and kept in the cache, so that a probe which is
 repeated next month is the same probe.
-
-Yanked releases and pre-releases are left out unless requested. Proxies come from the usual
-environment variables.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -24,11 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.version import InvalidVersion, Version
-
 from repro_matrix import paths
 from repro_matrix.config.schema import StackFile as Definition
-from repro_matrix.config.vocabulary import REPLACED
 from repro_matrix.environment.stacks.spec import (
     HEAVY,
     Kind,
@@ -37,14 +29,12 @@ from repro_matrix.environment.stacks.spec import (
     short_hash,
     with_releases,
 )
-from repro_matrix.errors import suggestion
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DEFAULT_PYTHON = "3.11"  # for a definition without `python:`; has wheels from torch 2.0 to today
 DAY_S = 24 * 3600
-PYPI = "https://pypi.org/simple/"
 _UV_LOCK = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.M)
 _INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
 _COMPILE = [
@@ -376,130 +366,4 @@ def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...])
     pins = [name for name in lock.pins if name not in names and not HEAVY.match(name)]
     return lock_with_swaps(
         Definition(slug=path.name, title=str(path), python=lock.python, pins=pins), swaps, lock
-    )
-
-
-# -- which releases a package has on the index: of uv's settings, else pip's
-
-
-@dataclass(frozen=True)
-class Release:
-    version: str
-    yanked: bool = False
-
-    @property
-    def parsed(self) -> Version:
-        return Version(self.version)
-
-
-def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[Release]:
-    """Return a package's releases, oldest first (by version). Raises StackError."""
-    everything = _ask_indexes(canonical(package))
-    selected = [
-        r for r in everything if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)
-    ]
-    return sorted(selected, key=lambda release: release.parsed)
-
-
-def between(available: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
-    """Return the releases from ``first`` to ``last``, both included.
-
-    ``5.23`` as the last one means all of 5.23.x.
-    """
-    low, high = (_parsed_version(text) if text else None for text in (first, last))
-    out = [
-        r
-        for r in available
-        if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))
-    ]
-    if not out:
-        known = (
-            f" (there are {len(available)}: {available[0].version} to {available[-1].version})"
-            if available
-            else ""
-        )
-        raise StackError(
-            "usage", f"no release between {first or 'the first'} and {last or 'the last'}{known}"
-        )
-    return out
-
-
-def exact(package: str, available: Sequence[Release], version: str) -> int:
-    """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
-    parsed = _parsed_version(version)
-    known = [release.parsed for release in available]
-    if parsed in known:
-        return known.index(parsed)
-    below = [str(each) for each in known if each < parsed][-2:]
-    above = [str(each) for each in known if each > parsed][:2]
-    raise StackError(
-        "usage",
-        f"{package} has no release {version}; the nearest are"
-        f" {', '.join([*below, *above]) or 'none'}",
-    )
-
-
-def parse_between(text: str) -> tuple[str | None, str | None]:
-    """Parse ``4.36..5.23``; either side may be left out. Raises StackError."""
-    first, dots, last = text.partition("..")
-    if not dots:
-        raise StackError("usage", f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
-    low, high = (_parsed_version(side) if side.strip() else None for side in (first, last))
-    if low and high and low > high and not _up_to(low, high):
-        raise StackError(
-            "usage", f"--range {text}: {low} comes after {high}; write the older release first"
-        )
-    return first.strip() or None, last.strip() or None
-
-
-def _parsed_version(text: str) -> Version:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        raise StackError("usage", f"{text!r} is not a version such as 4.39.3") from None
-
-
-def _up_to(version: Version, last: Version) -> bool:
-    return version <= last or version.release[: len(last.release)] == last.release
-
-
-def indexes() -> list[str]:
-    """Return the addresses of the indexes in use, in uv's order."""
-    settings = {**os.environ, **index_settings()}
-    more = f"{settings.get('UV_INDEX', '')} {settings.get('UV_EXTRA_INDEX_URL', '')}".split()
-    default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI
-    return [re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default]]
-
-
-def _ask_indexes(package: str) -> list[Release]:
-    """Return a package's releases on the first index that has it, as uv does.
-
-    A release is yanked when all its files are.
-    """
-    import pypi_simple  # takes 100 ms
-    import requests
-
-    for address in indexes():
-        session = requests.Session()
-        session.verify = (
-            os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or True
-        )
-        with pypi_simple.PyPISimple(endpoint=address.rstrip("/") + "/", session=session) as client:
-            try:
-                files = client.get_project_page(package, timeout=(10, 60)).packages
-            except pypi_simple.NoSuchProjectError:
-                continue
-            except requests.RequestException as error:
-                why = f"releases of {package}: the index cannot be reached: {error}"
-                raise StackError("infra", why) from None
-        yanked: dict[Version, bool] = {}
-        for file in files:
-            if file.package_type in ("wheel", "sdist"):
-                with contextlib.suppress(InvalidVersion):  # a nonstandard name
-                    version = Version(file.version or "")
-                    yanked[version] = yanked.get(version, True) and file.is_yanked
-        return [Release(str(version), value) for version, value in yanked.items()]
-    known = {*REPLACED, *(each.name for each in importlib.metadata.distributions())}
-    raise StackError(
-        "unavailable", f"the index has no package {package!r}{suggestion(package, known)}"
     )
