@@ -37,7 +37,7 @@ from repro_matrix.environment.gpus import (
     describe_unusable,
     states,
 )
-from repro_matrix.environment.machine import Machine, Profile, detect, settle, settle_all
+from repro_matrix.environment.machine import Machine, detect
 from repro_matrix.environment.probe import (
     parse_output,
     probe_record,
@@ -45,6 +45,7 @@ from repro_matrix.environment.probe import (
     problem_of_torch,
     run_probe,
 )
+from repro_matrix.environment.profiles import Profile, settle, settle_all
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.runner.gpu_pool import GpuLocks

@@ -13,7 +13,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.environment.gpus import Gpu
-from repro_matrix.environment.machine import Machine, Profile, settle_all
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile, settle_all
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import place, unmet_requirement

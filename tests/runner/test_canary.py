@@ -12,7 +12,8 @@ import pytest
 from repro_matrix.config import catalog as catalogues
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu
-from repro_matrix.environment.machine import Machine, Profile
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import MeasureError
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner

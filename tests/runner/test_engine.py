@@ -22,7 +22,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, Nvml
-from repro_matrix.environment.machine import Machine, Profile
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.launch.attempt import Attempt

@@ -16,7 +16,7 @@ from observations import summary_rows
 from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
-from repro_matrix.environment.machine import Profile
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.runner.engine import Engine, Event, RunTotals

@@ -11,7 +11,8 @@ import pytest
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.machine import Machine, Profile
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import place

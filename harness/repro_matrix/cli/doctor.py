@@ -12,7 +12,8 @@ from typing import Any
 from repro_matrix.cli import options
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import GpuState, describe_gpu, other_user, states
-from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
+from repro_matrix.environment.machine import Machine, no_ptrace, shm_mb, unwritable
+from repro_matrix.environment.profiles import HardwareError
 from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.environment.stacks.extensions import op_compiled
 from repro_matrix.paths import cache_dir

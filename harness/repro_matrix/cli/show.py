@@ -19,6 +19,7 @@ from repro_matrix.cli import options
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
+from repro_matrix.environment.profiles import settle_all
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expected import basis, depends_on_capabilities
@@ -254,7 +255,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     settings, here = request.settings, machine.detect()
     if settings.variants:
         settings.variants = expand("variant", settings.variants, case.variants)
-    settled = machine.settle_all(request.hardware, request.catalogue.hardware, here)
+    settled = settle_all(request.hardware, request.catalogue.hardware, here)
     placed, _ = cells.place(
         request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"]
     )

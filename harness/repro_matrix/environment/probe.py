@@ -17,7 +17,8 @@ from typing import Any
 
 from repro_kit.settings import host_of_its_own
 
-from repro_matrix.environment.machine import Machine, Profile, count_names
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile, count_names
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import PACKAGE
 from repro_matrix.text import log

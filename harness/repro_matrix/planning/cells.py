@@ -23,7 +23,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.machine import Profile
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import ConfigError, as_yaml, unknown
 from repro_matrix.records.document import SkipKind
 from repro_matrix.records.document import SkipRecord as StoredSkip

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import AdhocCase, Case, Strategy, StrategyMemory
-from repro_matrix.environment.machine import Machine, Profile
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 from repro_matrix.text import counted

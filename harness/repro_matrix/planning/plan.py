@@ -24,7 +24,8 @@ from repro_matrix.planning.cells import Cell, Skip, unmet_requirement, unsuitabl
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
-    from repro_matrix.environment.machine import Machine, Profile
+    from repro_matrix.environment.machine import Machine
+    from repro_matrix.environment.profiles import Profile
     from repro_matrix.environment.stacks import Stack
     from repro_matrix.planning.memory import MemoryPlan
 

@@ -17,7 +17,7 @@ from typing import Any
 from repro_matrix.config.catalog import Catalogue, parse_file, read_yaml
 from repro_matrix.config.schema import Case, Model, Strategy
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.machine import Profile
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner

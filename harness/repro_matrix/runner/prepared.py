@@ -8,7 +8,8 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment.gpus import Gpu, describe_unusable
-from repro_matrix.environment.machine import Machine, Profile
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan

@@ -18,7 +18,8 @@ from typing import Any
 
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import Nvml
-from repro_matrix.environment.machine import Machine, Profile
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import (
     Stack,
     StackError,

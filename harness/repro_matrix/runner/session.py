@@ -20,6 +20,7 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings, compose_run, stored_run
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks as stacks_module
+from repro_matrix.environment.profiles import settle_all, with_every_gpu
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.planning import cells as matrix
@@ -241,7 +242,7 @@ def prepare(
 def _place_cells(request: Request) -> tuple[Session, list[Cell]]:
     """Return the session and its cells, each on one of the machine's profiles."""
     catalogue, machine = request.catalogue, machine_module.detect()
-    profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
+    profiles = settle_all(request.hardware, catalogue.hardware, machine)
     auto = request.hardware == ["auto"]
     cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto)
     session = Session(
@@ -259,8 +260,8 @@ def _place_cells(request: Request) -> tuple[Session, list[Cell]]:
 
 def _note_displaced(session: Session, request: Request, cells: Sequence[Cell]) -> None:
     """Note the cells that would be on other hardware if no GPU was left out."""
-    every = machine_module.with_every_gpu(session.machine)
-    whole = machine_module.settle_all(["auto"], session.catalogue.hardware, every)
+    every = with_every_gpu(session.machine)
+    whole = settle_all(["auto"], session.catalogue.hardware, every)
     usual, _ = matrix.place(session.catalogue, request.cells, whole, True)
     kinds = {
         profile.name: (profile.accelerator, profile.shared)

@@ -11,6 +11,7 @@ from typing import Any
 
 from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
+from repro_matrix.environment.profiles import settle_all
 from repro_matrix.environment.stacks import version_differences
 from repro_matrix.git import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
@@ -53,7 +54,7 @@ def bisection(search: Search, command: str) -> Data:
     case = prober.case
     cell = prober.cell
     machine = machines.detect()
-    profile = machines.settle_all([cell.hardware], load().hardware, machine)[0]
+    profile = settle_all([cell.hardware], load().hardware, machine)[0]
     stages = [_stage_to_json(stage, search) for stage in search.stages]
     result = [f"{stage['sentence']}." for stage in stages]
     if culprits and not result:
