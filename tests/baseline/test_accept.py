@@ -12,7 +12,8 @@ import pytest
 from observations import document, observation, ok
 from repro_matrix import git
 from repro_matrix.baseline import accept
-from repro_matrix.baseline.accept import published_place, refusals
+from repro_matrix.baseline.derivation import published_place
+from repro_matrix.baseline.refusals import refusals
 from repro_matrix.cli import accept as command
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue

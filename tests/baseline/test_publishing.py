@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, failed, observation
-from repro_matrix.baseline.accept import Publication, publication, published_place
-from repro_matrix.baseline.derivation import unsupported
+from repro_matrix.baseline.accept import Publication, publication
+from repro_matrix.baseline.derivation import published_place, unsupported
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import with_expectations
 from repro_matrix.records.document import kind_of

@@ -11,8 +11,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from repro_matrix.baseline.accept import ATTEMPTS, publication, published_place
-from repro_matrix.baseline.derivation import unsupported
+from repro_matrix.baseline.accept import publication
+from repro_matrix.baseline.derivation import published_place, unsupported
+from repro_matrix.baseline.refusals import ATTEMPTS
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.selection import parse_overrides

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from repro_matrix.baseline.accept import published_place
+from repro_matrix.baseline.derivation import published_place
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation, text

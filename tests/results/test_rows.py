@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repro_matrix.baseline.accept import regrade_folder
+from repro_matrix.baseline.audit import regrade_folder
 from repro_matrix.baseline.derivation import lacking
 from repro_matrix.changes.regressions import since_last_passing
 from repro_matrix.cli.main import main

@@ -1,8 +1,6 @@
-"""Check stored results, and decide what `repro accept` publishes.
+"""Decide what `repro accept` publishes: every later run is compared with it.
 
-Every later run is compared with the published results. They come from committed code, from enough
-attempts to be more than chance, from one machine, and from evidence that does not contradict
-itself. If several releases of a version map agree, the first and the last are published; a result
+If several releases of a version map agree, the first and the last are published; a result
 that shows nothing stable is published only if it ends the range of a neighbor.
 """
 
@@ -11,244 +9,34 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from repro_matrix import git
+from repro_matrix.baseline.audit import COMPARED
 from repro_matrix.baseline.derivation import (
     expectations,
     is_whole,
     measured_in_order,
+    published_place,
     ranges,
-    unsupported,
     upstream,
 )
+from repro_matrix.baseline.refusals import Refusal, never_reproduced, refusals
 from repro_matrix.config import expectations as tables
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.project import Project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ResultsError
-from repro_matrix.grading.expected import as_expected, expected, machine, same_release
+from repro_matrix.grading.expected import as_expected, expected, machine
 from repro_matrix.grading.regrade import regrade as grade_documents
-from repro_matrix.grading.signature import overbroad_signature
-from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.paths import ROOT, write_text
 from repro_matrix.records.document import Document, kind_of
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import store, summary
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.rows import rows_of
 from repro_matrix.results.store import Store
 from repro_matrix.text import counted
-
-ATTEMPTS = 3  # of each variant that ran; fewer may be chance
-# May be an error of the case or of the machine: published only on request.
-SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")
-# Of stored rows, by `repro regrade`.
-COMPARED = ("outcome", "verdict", "failures", "skipped", "measured", "unseen")
-
-
-# Checks
-
-
-class Refusal(NamedTuple):
-    """``variant``: "" for a whole cell."""
-
-    cell: str
-    variant: str
-    reason: str
-
-
-def refusals(documents: Sequence[Document], allowed: Collection[str] = ()) -> list[Refusal]:
-    """Return why documents are not published. ``allowed``: suspicious verdicts to publish."""
-    found = []
-    machines: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        name = f"{document.get('cell_id') or document['case']} on {document['stack']['name']}"
-        found += [
-            Refusal(name, variant, reason) for variant, reason in _refusals(document, allowed)
-        ]
-        profile, here = document["hardware"]["profile"], machine(document)
-        first = machines.setdefault(profile, here)
-        differs = next(
-            (f"{key} {here[key]} against {first[key]}" for key in here if here[key] != first[key]),
-            None,
-        )
-        if differs:
-            found.append(
-                Refusal(name, "", f"measured on another machine of profile {profile}: {differs}")
-            )
-    return found
-
-
-def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[str, str]]:
-    if not document["provenance"]["git_commit"]:
-        yield (
-            "",
-            (
-                "its commit is unknown: measured outside a checkout, or git could not compare the"
-                " files"
-            ),
-        )
-    elif document["provenance"]["git_dirty"] is not False:
-        yield "", "measured with uncommitted changes. Commit, then measure again."
-    if document["hardware"].get("shares_gpu") and document["hardware"]["backend"] == "nccl":
-        yield (
-            "",
-            "its ranks shared one GPU over NCCL, each as a host of its own: a test of the harness",
-        )
-    for note in document["stack"].get("changed", ())[:1]:
-        yield "", f"measured in an environment that was changed after its installation: {note}"
-    for name, variant in document["variants"].items():
-        count = sum(
-            attempt["outcome"]["outcome"] not in NO_EVIDENCE for attempt in variant["attempts"]
-        )
-        if not variant["skipped"] and count < ATTEMPTS:
-            yield (
-                name,
-                (
-                    f"{counted(count, 'attempt')} with evidence, at least {ATTEMPTS} are needed:"
-                    f" repeat={ATTEMPTS}"
-                ),
-            )
-    for name, verdict in document["verdicts"].items():
-        if verdict["name"] in SUSPICIOUS and verdict["name"] not in allowed:
-            yield (
-                name,
-                f"{verdict['name']}: {verdict['reason']} (--allow {verdict['name']} publishes it)",
-            )
-    for reason in inconsistencies(document):
-        yield "", f"edited: {reason}"
-
-
-def inconsistencies(document: Document) -> Iterator[str]:
-    """Yield how a document's evidence contradicts itself.
-
-    It was edited, or assembled from several measurements.
-    """
-    seen: set[str] = set()
-    for name, variant in document["variants"].items():
-        settings = variant.get("settings") or {}
-        if (
-            settings.get("variant", name) != name
-            or settings.get("case", document["case"]) != document["case"]
-        ):
-            yield (
-                f"variant {name}: its settings are those of {settings['case']}, variant"
-                f" {settings['variant']}"
-            )
-        for index, made in enumerate(variant["attempts"]):
-            attempt, place = made["observation"]["attempt"], f"variant {name}, attempt {index}"
-            if attempt["id"] in seen:
-                yield f"{place}: a copy of another attempt ({attempt['id']})"
-            seen.add(attempt["id"])
-            launched, planned = attempt.get("fingerprint"), attempt.get("versions", {})
-            if launched and launched != variant.get("fingerprint"):
-                yield (
-                    f"{place}: launched under fingerprint {launched}, the variant has"
-                    f" {variant.get('fingerprint')}"
-                )
-            for rank in made["observation"]["ranks"]:
-                record, pid = rank["record"], rank.get("pid")
-                if record is None:
-                    continue
-                if record["rank"] != rank["rank"] or (
-                    pid is not None and record.get("pid") not in (None, pid)
-                ):
-                    yield (
-                        f"{place}: the record of rank {rank['rank']} was written by another process"
-                    )
-                for package, version in record["versions"].items():
-                    if version != "unknown" and not same_release(
-                        version, planned.get(package, version)
-                    ):
-                        yield (
-                            f"{place}: rank {rank['rank']} had {package} {version}, planned was"
-                            f" {planned[package]}"
-                        )
-
-
-def _never_reproduced(case: Case, documents: Iterable[Document]) -> str:
-    """Return why a failure cannot be published, or ""."""
-    if case.kind != "failure":
-        return ""
-    attempts = [
-        a
-        for d in documents
-        if "unfixed" in d["variants"]
-        for a in d["variants"]["unfixed"]["attempts"]
-    ]
-    if any(attempt["outcome"]["outcome"] == "reproduced" for attempt in attempts):
-        return overbroad_signature(case) or ""
-    return (
-        f"its unfixed variant reproduced in none of {counted(len(attempts), 'attempt')}, here and"
-        " in the baseline"
-    )
-
-
-# Regrade
-
-Findings = dict[str, list[str]]  # by their kind
-
-
-def regrade_folder(
-    folder: Path, cases: Mapping[str, Case], with_expectations: bool = False
-) -> tuple[list[Row], Findings]:
-    """Grade every cell of a folder anew; return the rows and the problems.
-
-    Problems by kind: ``damaged`` evidence, that cannot be read; ``edited`` evidence, that
-    contradicts itself; ``differences`` of stored rows; ``unsupported`` expectations, which no
-    stored result shows (``with_expectations``).
-    """
-    rows: list[Row] = []
-    found: Findings = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
-    stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
-    states = summary.evidence_states(folder)
-    documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
-    found["damaged"] += results.damaged
-    now = summary.grade_documents(folder, documents, cases)
-    cells = summary.rows_of_cells(now, cases, states)
-    for path in stored.keys() - cells.keys():
-        found["differences"].append(f"{folder / path}: in the summary, and its evidence is missing")
-    for path, graded in cells.items():
-        document, variants = documents[path], {row.variant for row in graded}
-        rows += graded
-        own = [row for row in rows_of(document, cases) if row.variant in variants]
-        other = _differences(
-            own, graded, ("outcome", "verdict") if document["complete"] else ("outcome",)
-        )
-        found["edited"] += [
-            f"{folder / path}: {text}" for text in (*inconsistencies(document), *other)
-        ]
-        compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
-        found["differences"] += [f"{folder / path}: {text}" for text in compared]
-    for slug, case in cases.items() if with_expectations else ():
-        found["unsupported"] += unsupported(
-            case, {published_place(d): d for d in now.values() if d["case"] == slug}
-        )
-    return rows, found
-
-
-def _differences(
-    stored: Iterable[Row], graded: Iterable[Row], names: Iterable[str]
-) -> Iterator[str]:
-    before = {row.variant: row for row in stored}
-    for row in graded:
-        old = before.pop(row.variant, None)
-        if old is None:
-            yield f"variant {row.variant}: not in the summary"
-        for name in names if old else ():
-            one, now = (
-                ", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v
-                for each in (old, row)
-            )
-            if one != now:
-                yield f"variant {row.variant}: {name} stored as {one}, graded as {now}"
-    yield from (
-        f"variant {variant}: in the summary, and its evidence is missing" for variant in before
-    )
-
-
-# Publication
 
 
 @dataclass(frozen=True, order=True)
@@ -329,7 +117,7 @@ def propose(
     for name in sorted(
         {d["case"] for d in whole if any(variant["attempts"] for variant in d["variants"].values())}
     ):
-        why = _never_reproduced(
+        why = never_reproduced(
             catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name)
         )
         found.refused += [Refusal(name, "", why)] if why else []
@@ -406,11 +194,6 @@ def publication(
         )
         _publish_case(found, cases[slug], before, now, reason)
     return found
-
-
-def published_place(document: Document) -> str:
-    """Return the kind of hardware, stack and cell of a document: one document has this place."""
-    return f"{kind_of(document['hardware'])}/{document['stack']['label']}/{document['cell_id']}"
 
 
 def _publish_case(

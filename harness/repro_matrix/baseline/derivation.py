@@ -356,3 +356,8 @@ def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
                 if row.counts.keys() - {"reproduced", "passed", "infra_error"}
             ]
     return found
+
+
+def published_place(document: CellRecord) -> str:
+    """Return the kind of hardware, stack and cell of a document: one document has this place."""
+    return f"{kind_of(document['hardware'])}/{document['stack']['label']}/{document['cell_id']}"

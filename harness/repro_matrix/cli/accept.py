@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import click
 
-from repro_matrix.baseline.accept import SUSPICIOUS, Publication, Refusal, propose, publish
+from repro_matrix.baseline.accept import Publication, propose, publish
+from repro_matrix.baseline.refusals import SUSPICIOUS, Refusal
 from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides

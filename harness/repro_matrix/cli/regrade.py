@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from repro_matrix.baseline.accept import regrade_folder
+from repro_matrix.baseline.audit import regrade_folder
 from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError

@@ -1,0 +1,75 @@
+"""Grade stored results again and report the differences, for `repro regrade`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from repro_matrix.baseline.derivation import published_place, unsupported
+from repro_matrix.baseline.refusals import inconsistencies
+from repro_matrix.config.schema import Case
+from repro_matrix.results import summary
+from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.store import Store
+
+# Of stored rows, by `repro regrade`.
+COMPARED = ("outcome", "verdict", "failures", "skipped", "measured", "unseen")
+Findings = dict[str, list[str]]  # by their kind
+
+
+def regrade_folder(
+    folder: Path, cases: Mapping[str, Case], with_expectations: bool = False
+) -> tuple[list[Row], Findings]:
+    """Grade every cell of a folder anew; return the rows and the problems.
+
+    Problems by kind: ``damaged`` evidence, that cannot be read; ``edited`` evidence, that
+    contradicts itself; ``differences`` of stored rows; ``unsupported`` expectations, which no
+    stored result shows (``with_expectations``).
+    """
+    rows: list[Row] = []
+    found: Findings = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
+    stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
+    states = summary.evidence_states(folder)
+    documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
+    found["damaged"] += results.damaged
+    now = summary.grade_documents(folder, documents, cases)
+    cells = summary.rows_of_cells(now, cases, states)
+    for path in stored.keys() - cells.keys():
+        found["differences"].append(f"{folder / path}: in the summary, and its evidence is missing")
+    for path, graded in cells.items():
+        document, variants = documents[path], {row.variant for row in graded}
+        rows += graded
+        own = [row for row in rows_of(document, cases) if row.variant in variants]
+        other = _differences(
+            own, graded, ("outcome", "verdict") if document["complete"] else ("outcome",)
+        )
+        found["edited"] += [
+            f"{folder / path}: {text}" for text in (*inconsistencies(document), *other)
+        ]
+        compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
+        found["differences"] += [f"{folder / path}: {text}" for text in compared]
+    for slug, case in cases.items() if with_expectations else ():
+        found["unsupported"] += unsupported(
+            case, {published_place(d): d for d in now.values() if d["case"] == slug}
+        )
+    return rows, found
+
+
+def _differences(
+    stored: Iterable[Row], graded: Iterable[Row], names: Iterable[str]
+) -> Iterator[str]:
+    before = {row.variant: row for row in stored}
+    for row in graded:
+        old = before.pop(row.variant, None)
+        if old is None:
+            yield f"variant {row.variant}: not in the summary"
+        for name in names if old else ():
+            one, now = (
+                ", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v
+                for each in (old, row)
+            )
+            if one != now:
+                yield f"variant {row.variant}: {name} stored as {one}, graded as {now}"
+    yield from (
+        f"variant {variant}: in the summary, and its evidence is missing" for variant in before
+    )

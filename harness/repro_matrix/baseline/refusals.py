@@ -1,0 +1,156 @@
+"""Decide which stored results `repro accept` refuses.
+
+They come from committed code, from enough attempts to be more than chance, from one machine, and
+from evidence that does not contradict itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from repro_matrix.config.schema import Case
+from repro_matrix.grading.expected import machine, same_release
+from repro_matrix.grading.signature import overbroad_signature
+from repro_matrix.grading.verdict import NO_EVIDENCE
+from repro_matrix.records.document import Document
+from repro_matrix.text import counted
+
+ATTEMPTS = 3  # of each variant that ran; fewer may be chance
+# May be an error of the case or of the machine: published only on request.
+SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")
+
+
+class Refusal(NamedTuple):
+    """``variant``: "" for a whole cell."""
+
+    cell: str
+    variant: str
+    reason: str
+
+
+def refusals(documents: Sequence[Document], allowed: Collection[str] = ()) -> list[Refusal]:
+    """Return why documents are not published. ``allowed``: suspicious verdicts to publish."""
+    found = []
+    machines: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        name = f"{document.get('cell_id') or document['case']} on {document['stack']['name']}"
+        found += [
+            Refusal(name, variant, reason) for variant, reason in _refusals(document, allowed)
+        ]
+        profile, here = document["hardware"]["profile"], machine(document)
+        first = machines.setdefault(profile, here)
+        differs = next(
+            (f"{key} {here[key]} against {first[key]}" for key in here if here[key] != first[key]),
+            None,
+        )
+        if differs:
+            found.append(
+                Refusal(name, "", f"measured on another machine of profile {profile}: {differs}")
+            )
+    return found
+
+
+def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[str, str]]:
+    if not document["provenance"]["git_commit"]:
+        yield (
+            "",
+            (
+                "its commit is unknown: measured outside a checkout, or git could not compare the"
+                " files"
+            ),
+        )
+    elif document["provenance"]["git_dirty"] is not False:
+        yield "", "measured with uncommitted changes. Commit, then measure again."
+    if document["hardware"].get("shares_gpu") and document["hardware"]["backend"] == "nccl":
+        yield (
+            "",
+            "its ranks shared one GPU over NCCL, each as a host of its own: a test of the harness",
+        )
+    for note in document["stack"].get("changed", ())[:1]:
+        yield "", f"measured in an environment that was changed after its installation: {note}"
+    for name, variant in document["variants"].items():
+        count = sum(
+            attempt["outcome"]["outcome"] not in NO_EVIDENCE for attempt in variant["attempts"]
+        )
+        if not variant["skipped"] and count < ATTEMPTS:
+            yield (
+                name,
+                (
+                    f"{counted(count, 'attempt')} with evidence, at least {ATTEMPTS} are needed:"
+                    f" repeat={ATTEMPTS}"
+                ),
+            )
+    for name, verdict in document["verdicts"].items():
+        if verdict["name"] in SUSPICIOUS and verdict["name"] not in allowed:
+            yield (
+                name,
+                f"{verdict['name']}: {verdict['reason']} (--allow {verdict['name']} publishes it)",
+            )
+    for reason in inconsistencies(document):
+        yield "", f"edited: {reason}"
+
+
+def inconsistencies(document: Document) -> Iterator[str]:
+    """Yield how a document's evidence contradicts itself.
+
+    It was edited, or assembled from several measurements.
+    """
+    seen: set[str] = set()
+    for name, variant in document["variants"].items():
+        settings = variant.get("settings") or {}
+        if (
+            settings.get("variant", name) != name
+            or settings.get("case", document["case"]) != document["case"]
+        ):
+            yield (
+                f"variant {name}: its settings are those of {settings['case']}, variant"
+                f" {settings['variant']}"
+            )
+        for index, made in enumerate(variant["attempts"]):
+            attempt, place = made["observation"]["attempt"], f"variant {name}, attempt {index}"
+            if attempt["id"] in seen:
+                yield f"{place}: a copy of another attempt ({attempt['id']})"
+            seen.add(attempt["id"])
+            launched, planned = attempt.get("fingerprint"), attempt.get("versions", {})
+            if launched and launched != variant.get("fingerprint"):
+                yield (
+                    f"{place}: launched under fingerprint {launched}, the variant has"
+                    f" {variant.get('fingerprint')}"
+                )
+            for rank in made["observation"]["ranks"]:
+                record, pid = rank["record"], rank.get("pid")
+                if record is None:
+                    continue
+                if record["rank"] != rank["rank"] or (
+                    pid is not None and record.get("pid") not in (None, pid)
+                ):
+                    yield (
+                        f"{place}: the record of rank {rank['rank']} was written by another process"
+                    )
+                for package, version in record["versions"].items():
+                    if version != "unknown" and not same_release(
+                        version, planned.get(package, version)
+                    ):
+                        yield (
+                            f"{place}: rank {rank['rank']} had {package} {version}, planned was"
+                            f" {planned[package]}"
+                        )
+
+
+def never_reproduced(case: Case, documents: Iterable[Document]) -> str:
+    """Return why a failure cannot be published, or ""."""
+    if case.kind != "failure":
+        return ""
+    attempts = [
+        a
+        for d in documents
+        if "unfixed" in d["variants"]
+        for a in d["variants"]["unfixed"]["attempts"]
+    ]
+    if any(attempt["outcome"]["outcome"] == "reproduced" for attempt in attempts):
+        return overbroad_signature(case) or ""
+    return (
+        f"its unfixed variant reproduced in none of {counted(len(attempts), 'attempt')}, here and"
+        " in the baseline"
+    )
