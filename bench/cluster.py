@@ -22,7 +22,7 @@ from repro_matrix.cluster.controller import Controller
 from repro_matrix.config import catalog, executors
 from repro_matrix.paths import BASELINE, read_json
 from repro_matrix.results import runs
-from repro_matrix.results.rows import rows_of
+from repro_matrix.results.projection import rows_of
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.runner import session
 

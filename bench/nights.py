@@ -27,7 +27,7 @@ from repro_matrix.changes.sides import Side
 from repro_matrix.config import catalog
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.records.document import Document
-from repro_matrix.results.rows import rows_of
+from repro_matrix.results.projection import rows_of
 from repro_matrix.results.store import Store
 
 from bench.machine import HERE, write

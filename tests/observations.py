@@ -11,7 +11,8 @@ from repro_matrix.grading.observation import Evidence, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import Match, match_attempt
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 DIST = f"{SITE}/torch/distributed"

@@ -30,7 +30,8 @@ from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import CONFIRMED, FAILING, NOT_GREEN
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session as sessions
 from repro_matrix.runner.engine import Event

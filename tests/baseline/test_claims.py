@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from observations import case, document, observation, ok, record
 from repro_matrix.baseline.claims import ClaimRow, ledger
 from repro_matrix.config.schema import Case
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 
 Document = dict[str, Any]
 

@@ -18,7 +18,8 @@ from repro_matrix.cli.main import main
 from repro_matrix.config import catalog, project
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.environment import stacks
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 from repro_matrix.runner.session import Request, make_request
 
 __all__ = ["world"]

@@ -32,7 +32,8 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.grading import grade
-from repro_matrix.grading.tracebacks import Errors, Labels
+from repro_matrix.grading.log_labels import Labels
+from repro_matrix.grading.tracebacks import Errors
 from repro_matrix.match.errors import memory_of
 from repro_matrix.match.keywords import SignatureIndex
 from repro_matrix.match.known_failures import LogAnswer, recognize

@@ -9,7 +9,8 @@ from typing import Any
 from observations import document, exception, failed, observation, ok
 from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.page_model import CellView, cells_of
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"

@@ -33,7 +33,8 @@ from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.run_summary import exit_line
 from repro_matrix.report.terminal import label
-from repro_matrix.results.rows import Row, with_catalog
+from repro_matrix.results.projection import with_catalog
+from repro_matrix.results.rows import Row
 from repro_matrix.runner.engine import RunTotals
 
 LOUD_AND_SILENT = ("ddp-ready-once", "ddp-module-bypass")

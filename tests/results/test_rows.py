@@ -25,7 +25,8 @@ from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.records.document import Document
 from repro_matrix.results import runs, summary
-from repro_matrix.results.rows import Row, adapter, with_catalog
+from repro_matrix.results.projection import with_catalog
+from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, load_rows, write_rows
 

@@ -29,7 +29,8 @@ from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 from repro_matrix.results.store import Store, code_hashes
 from repro_matrix.runner.attempts import Workplace
 from repro_matrix.runner.engine import Engine, Event, RunTotals

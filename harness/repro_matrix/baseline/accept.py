@@ -34,7 +34,7 @@ from repro_matrix.paths import ROOT, write_text
 from repro_matrix.records.document import Document, kind_of
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import store, summary
-from repro_matrix.results.rows import rows_of
+from repro_matrix.results.projection import rows_of
 from repro_matrix.results.store import Store
 from repro_matrix.text import counted
 

@@ -9,7 +9,8 @@ from repro_matrix.baseline.derivation import published_place, unsupported
 from repro_matrix.baseline.refusals import inconsistencies
 from repro_matrix.config.schema import Case
 from repro_matrix.results import summary
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.projection import rows_of
+from repro_matrix.results.rows import Row
 from repro_matrix.results.store import Store
 
 # Of stored rows, by `repro regrade`.

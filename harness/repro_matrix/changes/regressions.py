@@ -24,7 +24,8 @@ from repro_matrix.git import UNCOMMITTED, changed_files
 from repro_matrix.grading.expected import as_expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION, NOTHING_STORED
-from repro_matrix.results.rows import Row, with_catalog
+from repro_matrix.results.projection import with_catalog
+from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import KEPT, current_rows, runs_before, scratch
 from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some

@@ -26,7 +26,7 @@ from repro_matrix.report.formats import variant_record
 from repro_matrix.report.headline import headline
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines
-from repro_matrix.results.rows import rows_of
+from repro_matrix.results.projection import rows_of
 from repro_matrix.results.runs import results_folder, store_exit_code
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner import run as workspace

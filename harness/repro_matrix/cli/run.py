@@ -19,7 +19,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import print_json
-from repro_matrix.results.rows import error_at
+from repro_matrix.results.projection import error_at
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
 from repro_matrix.text import counted, log

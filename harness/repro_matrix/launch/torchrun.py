@@ -21,7 +21,8 @@ from typing import cast
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Metric
 from repro_matrix.config.settings import set_by_launch
-from repro_matrix.grading.tracebacks import Errors, Labels
+from repro_matrix.grading.log_labels import Labels
+from repro_matrix.grading.tracebacks import Errors
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
     CUT,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from repro_matrix.config.failure_rules import ADVICE
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.hangs import collective_kind
-from repro_matrix.grading.tracebacks import Line
+from repro_matrix.grading.log_labels import Line
 from repro_matrix.text import list_ranks
 
 MAX_WAITS = 100_000

@@ -19,10 +19,11 @@ from functools import cached_property
 
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature, Strategy
+from repro_matrix.grading.log_labels import without_time
 from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
-from repro_matrix.grading.tracebacks import Error, without_time
+from repro_matrix.grading.tracebacks import Error
 from repro_matrix.match.collectives import LogHang, cases_like, hang_of
 from repro_matrix.match.errors import as_attempt, module_of, raised_by, with_installed_frames
 from repro_matrix.match.keywords import SignatureIndex

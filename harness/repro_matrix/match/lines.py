@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from repro_matrix.errors import ReproError
-from repro_matrix.grading.tracebacks import HEADER
+from repro_matrix.grading.log_labels import HEADER
 
 MAX_LINE = 1 << 16  # characters of a line that are read
 MAX_RECORD = 1 << 24  # characters of a JSON record

@@ -20,7 +20,8 @@ from packaging.version import Version
 
 from repro_matrix.config.failure_rules import ADVICE, FailureRule, names_end, rule_of, rules
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
-from repro_matrix.grading.tracebacks import HEADER, Error, Errors, Labels, Line
+from repro_matrix.grading.log_labels import HEADER, Labels, Line
+from repro_matrix.grading.tracebacks import Error, Errors
 from repro_matrix.match.collectives import Waits
 from repro_matrix.match.keywords import DIGITS, Asked, SignatureIndex
 from repro_matrix.match.lines import CutLine, unpack

@@ -24,7 +24,7 @@ from repro_matrix.report.terminal import (
     print_json,
     print_lines,
 )
-from repro_matrix.results.rows import rows_of
+from repro_matrix.results.projection import rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner.engine import Event, RunTotals
 from repro_matrix.runner.prepared import Session

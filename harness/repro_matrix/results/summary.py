@@ -28,7 +28,8 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.document import Document, DocumentPath
-from repro_matrix.results.rows import Row, adapter, rows_of, with_catalog
+from repro_matrix.results.projection import rows_of, with_catalog
+from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import (
     ENDED,
     MANIFEST,

@@ -31,7 +31,7 @@ from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.records.document import VariantRecord
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import runs
-from repro_matrix.results.rows import error_at
+from repro_matrix.results.projection import error_at
 from repro_matrix.results.store import Document, Store
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session, tracing
