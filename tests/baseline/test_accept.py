@@ -13,7 +13,7 @@ from observations import document, observation, ok
 from repro_matrix import git
 from repro_matrix.baseline import accept
 from repro_matrix.baseline.derivation import published_place
-from repro_matrix.baseline.refusals import refusals
+from repro_matrix.baseline.refusals import never_reproduced, refusals
 from repro_matrix.cli import accept as command
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
@@ -154,7 +154,7 @@ def test_never_reproduced_refuses_failures_and_no_controls() -> None:
     known = catalogue.load().cases
     failure = known[SLUG]
     control = next(case for case in known.values() if case.kind != "failure")
-    refused = accept._never_reproduced
+    refused = never_reproduced
     assert (
         refused(failure, [measured("passed"), measured("reproduced")])
         == refused(control, [measured("passed")])
