@@ -36,8 +36,9 @@ from repro_matrix.grading.log_labels import Labels
 from repro_matrix.grading.tracebacks import Errors
 from repro_matrix.match.errors import memory_of
 from repro_matrix.match.keywords import SignatureIndex
-from repro_matrix.match.known_failures import LogAnswer, recognize
+from repro_matrix.match.known_failures import recognize
 from repro_matrix.match.lines import MAX_LINE
+from repro_matrix.match.log_failure import LogAnswer
 from repro_matrix.match.scan import Scanned, scan
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.results.store import Store

@@ -15,7 +15,8 @@ from repro_matrix.config import catalog
 from repro_matrix.config.failure_rules import rules
 from repro_matrix.match.answer import log_json, log_lines
 from repro_matrix.match.keywords import SignatureIndex
-from repro_matrix.match.known_failures import LogAnswer, LogFailure, recognize
+from repro_matrix.match.known_failures import recognize
+from repro_matrix.match.log_failure import LogAnswer, LogFailure
 from repro_matrix.match.scan import scan
 
 CASES = catalog.load().cases

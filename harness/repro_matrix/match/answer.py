@@ -14,8 +14,8 @@ from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.tracebacks import Error
 from repro_matrix.match.errors import callers, memory_of, where
-from repro_matrix.match.known_failures import LogAnswer, LogFailure
 from repro_matrix.match.lines import MAX_LINE
+from repro_matrix.match.log_failure import LogAnswer, LogFailure
 from repro_matrix.match.scan import Finding, Scanned
 from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 

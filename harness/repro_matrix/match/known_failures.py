@@ -14,27 +14,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 
-from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
+from repro_matrix.config.failure_rules import rules
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature, Strategy
-from repro_matrix.grading.log_labels import without_time
 from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.grading.tracebacks import Error
-from repro_matrix.match.collectives import LogHang, cases_like, hang_of
-from repro_matrix.match.errors import as_attempt, module_of, raised_by, with_installed_frames
+from repro_matrix.match.collectives import cases_like, hang_of
+from repro_matrix.match.errors import as_attempt, module_of, with_installed_frames
 from repro_matrix.match.keywords import SignatureIndex
-from repro_matrix.match.scan import Finding, Note, Scanned, StepProgress
+from repro_matrix.match.log_failure import KnownFailure, LogAnswer, LogFailure, is_launcher
+from repro_matrix.match.recovery import recover
+from repro_matrix.match.scan import Finding, Note, Scanned
 
-# Errors of launchers and drivers, that only say that some process of theirs failed.
-_LAUNCHERS = re.compile(
-    r"(?:[\w.]+\.)?(ChildFailedError|CalledProcessError|ProcessRaisedException"
-    r"|ProcessExitedException|RayTaskError(\(.*\))?|RayActorError|ActorDiedError"
-    r"|WorkerCrashedError|TrainingFailedError|SignalException|TuneError|SystemExit)"
-)
 # A logger's format before a warning's text.
 _BEFORE = re.compile(
     r"\[[\w.]+\] |"  # transformers 5: the package
@@ -46,136 +40,9 @@ _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not"
     r" (?:subscriptable|callable|iterable)"
 )
-_QUOTED = re.compile(r"[\"'`](?:[\w.]+: )?$")  # before words of another error
-FEW_STEPS = 2  # that the other ranks still make, where no label tells them apart
 _AMBIGUOUS = "it may as well be"
 _MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
-
-
-@dataclass(frozen=True)
-class KnownFailure:
-    """Describe a signature that an error, or a line, of the log shows.
-
-    ``missing``: why it is only possible.
-    """
-
-    case: str
-    signature: str
-    line: int
-    missing: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class LogFailure:
-    """One error of the log, with the known failures that it is, or may be."""
-
-    error: Error
-    known: tuple[KnownFailure, ...] = ()
-    perhaps: tuple[KnownFailure, ...] = ()
-    echo: bool = False  # it only follows from another process's failure
-
-    @property
-    def line(self) -> int:
-        return self.error.line
-
-    @property
-    def possible(self) -> list[KnownFailure]:
-        """Return the possible known failures, each case once."""
-        return list({item.case: item for item in reversed(self.perhaps)}.values())[::-1]
-
-    @cached_property
-    def rule(self) -> FailureRule | None:
-        """Return the kind of failure that the message shows.
-
-        How a process ended counts only in the message of a launcher.
-        """
-        error = self.error
-        text = (
-            f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}"
-        )
-        rule = rule_of(
-            text,
-            [each for each in rules().values() if not each.library or _refuses(each, error, text)],
-        )
-        only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
-        return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
-
-    @property
-    def kind(self) -> str:
-        """Return the name of that rule if the failure is not a case."""
-        return self.rule.name if self.rule and not (self.known or self.perhaps) else ""
-
-
-@dataclass
-class LogAnswer:
-    failures: list[LogFailure] = field(default_factory=list)  # the first cause first, echoes last
-    remarks: list[KnownFailure] = field(default_factory=list)  # warnings that are a known failure's
-    evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
-    hang: LogHang | None = None
-    # known hangs whose ranks wait in the same kinds of collectives
-    like: list[str] = field(default_factory=list)
-    # other lines: causes, then how processes ended, then peers
-    findings: list[Finding] = field(default_factory=list)
-    # training went on after them, and none ended it
-    recovered: list[LogFailure | Finding] = field(default_factory=list)
-
-    @property
-    def names(self) -> list[str]:
-        """Return the recognized cases, the first cause's first."""
-        every = [*(known for failure in self.failures for known in failure.known), *self.remarks]
-        return list(dict.fromkeys(known.case for known in every))
-
-    @property
-    def causes(self) -> list[LogFailure]:
-        return [failure for failure in self.failures if not failure.echo]
-
-    @property
-    def leading(self) -> list[LogFailure | Finding | LogHang]:
-        """Return the errors and lines that show a cause, the first cause first.
-
-        A general one ("NCCL failed") comes after a specific one and after a collective that timed
-        out; a line comes after an error. An unexplained error comes later if a refusal was raised
-        while it was handled.
-        """
-        refused = {each.error.after for each in self.causes if each.rule and each.rule.library}
-        shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
-        return sorted(
-            [
-                *(each for each in self.causes if each.error.type),
-                *shown,
-                *([self.hang] if self.hang else []),
-            ],
-            key=lambda each: (
-                _is_general(each),
-                isinstance(each, LogHang),
-                isinstance(each, Finding),
-                not each.kind and each.line in refused,
-                each.line,
-            ),
-        )
-
-    @property
-    def kinds(self) -> list[str]:
-        """Return the kinds of failures that are not cases, the first cause's first."""
-        every = [*self.leading, *self.causes, *self.findings, *self.failures]
-        return list(dict.fromkeys(each.kind for each in every if each.kind))
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
-
-
-def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
-    """Return whether a rule's library raised an error in its words, rather than quoting them."""
-    found = re.search(rule.text, text)
-    return bool(
-        found and not _QUOTED.search(text, 0, found.start()) and raised_by(error, rule.packages)
-    )
-
-
-def _is_general(each: LogFailure | Finding | LogHang) -> bool:
-    return each.kind in rules() and rules()[each.kind].general
 
 
 def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
@@ -189,7 +56,7 @@ def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
         if not (each.warning and (progress.after(each.last) or progress.complete))
     ]
     answer.findings = _other_lines(answer, serious)
-    _recover(answer, seen, serious)
+    recover(answer, seen, serious)
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:
@@ -198,13 +65,9 @@ def recognize(seen: Scanned, catalogue: SignatureIndex) -> LogAnswer:
     return answer
 
 
-def _is_launcher(error: Error) -> bool:
-    return bool(_LAUNCHERS.fullmatch(error.type)) and "ninja" not in error.message
-
-
 def _log_failures(seen: Scanned, catalogue: SignatureIndex) -> list[LogFailure]:
     """Return the errors with their known failures, the first cause first and echoes last."""
-    raised = [error for error in seen.errors if not _is_launcher(error)]
+    raised = [error for error in seen.errors if not is_launcher(error)]
     # An error that only a lost peer explains is an echo, even if the log does not contain the
     # error that it echoes.
     primary = find_failures(as_attempt(raised)).primary
@@ -249,34 +112,6 @@ def _other_lines(answer: LogAnswer, findings: Iterable[Finding]) -> list[Finding
             each.line,
         ),
     )
-
-
-def _recover(answer: LogAnswer, seen: Scanned, serious: Iterable[Finding]) -> None:
-    """Move what training overcame to ``recovered``: it went on, and none of it ended the run."""
-    progress, hang = seen.progress, answer.hang
-    later = max(_fatal_lines(answer), default=0)
-    if hang and (progress.recovered(hang.last) or progress.goes_on(hang.last, later)):
-        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
-    ends = [each.last for each in serious if rules()[each.kind].ends_process]
-    ends += [error.last for error in seen.errors if _is_launcher(error)]
-    crashed = answer.hang or any(last > progress.overcome for last in ends)
-
-    def recovered(last: int, buffered: bool = False) -> bool:
-        ends_well = not (crashed or buffered) and progress.recovered(last)
-        return last < progress.overcome or progress.goes_on(last, later) or ends_well
-
-    def caught(each: LogFailure) -> bool:
-        error = each.error
-        return _was_caught(each, answer.causes, progress) or (
-            recovered(error.last, _may_be_buffered(error, progress))
-            and (_may_be_caught(error, progress) or error.last < progress.overcome)
-        )
-
-    failures = list(filter(caught, answer.failures))
-    findings = [each for each in answer.findings if recovered(each.last)]
-    answer.recovered += [*failures, *findings]
-    answer.failures = [each for each in answer.failures if each not in failures]
-    answer.findings = [each for each in answer.findings if each not in findings]
 
 
 def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailure:
@@ -435,66 +270,6 @@ def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bo
     return any(
         re.search(ambiguous_with.ruled_out_by, text)
         for text in (*texts, *(note.text for note in seen.notes))
-    )
-
-
-def _fatal_lines(answer: LogAnswer) -> list[int]:
-    """Return the last lines of the errors and of what else shows a cause by itself."""
-    shown = [(each, rules()[each.kind]) for each in answer.findings]
-    causes = [
-        each
-        for each, rule in shown
-        if rule.shows == "cause" and rule.place == "any_line" and not rule.general
-    ]
-    return [
-        *(each.error.last for each in answer.causes if each.error.type),
-        *(each.last for each in causes),
-    ]
-
-
-def _may_be_caught(error: Error, progress: StepProgress) -> bool:
-    """Return whether lines after an error can be of its process.
-
-    Steps of another process, by their labels, do not show that this one went on. torch writes
-    ``[rank1]:`` before each line of an error that a rank does not catch.
-    """
-    if not error.label or error.signal:
-        return not error.signal
-    label = re.sub(r"\d+", r"\\d+", re.escape(error.label))
-    labelled = [text for _, text in progress.steps if re.match(label, without_time(text))]
-    uncaught = labelled or re.fullmatch(r"\[rank\d+\]:?", error.label)
-    return not uncaught or any(without_time(text).startswith(error.label) for text in labelled)
-
-
-def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepProgress) -> bool:
-    """Return whether steps of the same process follow a refusal or an unexplained error.
-
-    A later error must follow these steps. It must be of the same process if the steps may come from
-    a buffer.
-    """
-    error, explained = (
-        failure.error,
-        failure.known or failure.perhaps or (failure.rule and not failure.rule.library),
-    )
-    if explained or failure.echo or not error.type:
-        return False
-    later = [each.error for each in causes if each.error.type]
-    if progress.buffered(error.last):
-        later = [each for each in later if each.label == error.label != ""]
-    end = max((each.line for each in later), default=0)
-    steps = [at for at, text in progress.steps if without_time(text).startswith(error.label)]
-    return sum(error.last < at < end for at in steps) > (0 if error.label else FEW_STEPS)
-
-
-def _may_be_buffered(error: Error, progress: StepProgress) -> bool:
-    """Return whether an error may have ended the steps below it.
-
-    Steps below an import that failed were made after it.
-    """
-    return (
-        "ImportError" not in error.type
-        and "ModuleNotFound" not in error.type
-        and progress.buffered(error.last)
     )
 
 
