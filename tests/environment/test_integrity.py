@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repro_matrix.environment.stacks import Stack, spec
-from repro_matrix.environment.stacks.spec import PackageChange, inspect_python, with_changes
+from repro_matrix.environment.stacks import Stack, integrity
+from repro_matrix.environment.stacks.integrity import PackageChange, with_changes
+from repro_matrix.environment.stacks.spec import inspect_python
 from stack_wheels import wheel
 
 SOURCE = "def wrap(): ...\n"
@@ -31,11 +32,11 @@ def install(folder: Path, name: str = "torch") -> None:
 @pytest.fixture
 def changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PackageChange]]:
     """``changes()``: those in an environment whose packages are in ``tmp_path``."""
-    monkeypatch.setattr(spec, "inspect_python", lambda python: ({}, [tmp_path]))
+    monkeypatch.setattr(integrity, "inspect_python", lambda python: ({}, [tmp_path]))
 
     def found() -> list[PackageChange]:
-        spec.changes.cache_clear()
-        return list(spec.changes("python"))
+        integrity.changes.cache_clear()
+        return list(integrity.changes("python"))
 
     return found
 
@@ -98,7 +99,7 @@ def test_changed_environment_or_overlay_is_another_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def base_has(*changes: PackageChange) -> None:
-        monkeypatch.setattr(spec, "changes", lambda python: changes)
+        monkeypatch.setattr(integrity, "changes", lambda python: changes)
 
     note = "torch/a.py is not as installed"
     stack = Stack("current", "/env/bin/python", {"torch": "2.13.0"}, key="k", content="c")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import spec
+from repro_matrix.environment.stacks import integrity
 from repro_matrix.runner import adhoc_case, script_failure, session
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import Script, in_shell
@@ -223,7 +223,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     os.utime(patched, (1, 1))
     assert len({bench.stack.key, key, in_shell(bench.stack).key}) == 3
     layered = dataclasses.replace(bench.stack, moved={"transformers": ("5.23.0", "5.24.0")})
-    assert spec.shadowed(layered, "mine") == [], "a layer of the stack comes before it"
+    assert integrity.shadowed(layered, "mine") == [], "a layer of the stack comes before it"
 
 
 def test_log_without_end_is_cut_and_its_end_is_read(

@@ -23,7 +23,8 @@ from repro_matrix.config.schema import VARIANT, AdhocCase, Case, Model, Strategy
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.environment.stacks.spec import shadowed, short_hash
+from repro_matrix.environment.stacks.integrity import shadowed
+from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.grading.observation import Evidence
 from repro_matrix.grading.root_cause import find_failures

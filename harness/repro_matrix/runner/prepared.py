@@ -10,7 +10,7 @@ from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment.gpus import Gpu, describe_unusable
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.environment.stacks import Stack, spec
+from repro_matrix.environment.stacks import Stack, integrity
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.text import counted
@@ -145,7 +145,10 @@ class Session:
         return list(
             filter(
                 None,
-                (spec.describe_changes(self.stacks[name]) for name in used & self.stacks.keys()),
+                (
+                    integrity.describe_changes(self.stacks[name])
+                    for name in used & self.stacks.keys()
+                ),
             )
         )
 

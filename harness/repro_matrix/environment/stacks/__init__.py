@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix import paths
-from repro_matrix.environment.stacks import build, spec
+from repro_matrix.environment.stacks import build, integrity, spec
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import (
     Log,
@@ -60,9 +60,9 @@ def resolve(text: str, *, say: Log = quiet) -> Stack:
     A stack whose environment was changed since it was installed gets a key of its own. Raises
     StackError.
     """
-    stack = spec.with_changes(_resolve(spec.parse_stack(text), say))
+    stack = integrity.with_changes(_resolve(spec.parse_stack(text), say))
     if stack.changed and not stack.path:  # for an overlay it was logged with its base
-        say(f"note: {spec.describe_changes(stack)}")
+        say(f"note: {integrity.describe_changes(stack)}")
     return stack
 
 
