@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-from repro_matrix.config import catalog
+from published import grade_documents, graded
 from repro_matrix.config.schema import Case
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.forkserver import ForkserverLauncher, Server
@@ -27,7 +27,6 @@ from repro_matrix.paths import CONF, REPROS, RESULTS
 from repro_matrix.records.document import Document
 from repro_matrix.results import summary
 from repro_matrix.results.rows import Row
-from repro_matrix.results.store import Store
 
 # Examples of a property test in the gate and in `make test-slow`. Fifteen are enough to see a
 # changed grader.
@@ -77,18 +76,6 @@ def conf(tmp_path: Path) -> Path:
 def gpu_locks_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that run side by side have made-up GPUs with the same UUIDs."""
     monkeypatch.setattr("repro_matrix.runner.gpu_pool.LOCKS", tmp_path / "gpu-locks")
-
-
-grade_documents = summary.grade_documents
-
-
-@cache
-def graded(folder: Path) -> dict[str, Document]:
-    """Grade a folder of published results. It takes seconds, so each worker does it once."""
-    found = {
-        str(Path(each["path"]).relative_to(folder)): each for each in Store(folder).documents()
-    }
-    return grade_documents(folder, found, catalog.load().cases)
 
 
 @pytest.fixture
