@@ -1,4 +1,4 @@
-"""Compute rows from graded documents: one variant of a cell, as reports and comparisons use it."""
+"""Define a row: one variant of a cell, as reports and comparisons use it."""
 
 from __future__ import annotations
 

@@ -250,6 +250,7 @@ def grader_hash() -> str:
         *(PACKAGE / "grading").rglob("*"),
         *(PACKAGE / "records").glob("*.py"),
         PACKAGE / "results" / "rows.py",
+        PACKAGE / "results" / "projection.py",
     ]
     used = sorted(
         path
