@@ -361,12 +361,13 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
     for reason, rows in reasons.items():
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         yield f"  {reason}: {rows[0].cell_id} variant {rows[0].variant}{more}"
-    changed = sum(bool(change.before and change.after) for change in diff.changes)
-    same = counted(diff.variants - changed - len(diff.incomparable), "variant")
-    yield from (
-        "",
-        f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed",
-    )
+    paired = [change for change in diff.changes if change.before and change.after]
+    changed = sum(change.kind in RESULTS for change in paired)
+    same = counted(diff.variants - len(paired) - len(diff.incomparable), "variant")
+    summary = f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed"
+    if changed < len(paired):
+        summary += f", {len(paired) - changed} measured on one side only"
+    yield from ("", summary)
 
 
 def _places(changes: Sequence[Change], everything: bool) -> str:
