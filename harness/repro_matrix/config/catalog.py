@@ -224,7 +224,10 @@ def _option(group: str, path: Path, state: tuple[int, ...]) -> tuple[Raw, Any]:
     A search loads the catalogue for each probe, so unchanged files are parsed once.
     """
     raw = read_yaml(path)
-    return raw, _validate_option(group, raw, path)
+    option = _validate_option(group, raw, path)
+    if isinstance(option, Case):
+        _check_variants_differ(option, shorten(path))
+    return raw, option
 
 
 def _validate_option(group: str, raw: Raw, path: Path) -> Any:
@@ -321,12 +324,14 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
 
     Raises ConfigError if a patch made a case invalid.
     """
+    checks = Counter(name for case in cases.values() for name in set(case.pass_criteria.checks))
     for slug, case in list(cases.items()):
         cases[slug] = case = _without_invalid(case, catalogue)
         path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
         try:
             _check_references(case, catalogue, path)
-            check_variants(case, catalogue.strategies, path, patched)
+            _check_checks(case, catalogue, checks, f"{path}: pass_criteria.checks")
+            _check_variants(case, catalogue.strategies, path)
         except ConfigError as error:
             if patched and slug in load(conf, catalogue.repros).cases:
                 raise
@@ -335,8 +340,14 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
 
 def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
     """Return the case without the models and strategies that are invalid, if others remain."""
+    groups: dict[str, Mapping[str, Any]] = {
+        "model": catalogue.models,
+        "strategy": catalogue.strategies,
+    }
+    if not any(map(left_out, groups.values())):
+        return case
     axes = {}
-    for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
+    for axis, options in groups.items():
         names = getattr(case.axes, axis)
         axes[axis] = [name for name in names if name not in left_out(options)] or names
     return case.model_copy(update={"axes": case.axes.model_copy(update=axes)})
@@ -357,12 +368,12 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
         names.append(("model", variant.model, catalogue.models, where))
         names.append(("strategy", variant.strategy, catalogue.strategies, where))
         names.append(("stack", variant.stack, catalogue.stacks, where))
-    known = {**catalogue.cases, **left_out(catalogue.cases)}
-    names += [("case", name, known, "also_matches") for name in case.also_matches]
+    if case.also_matches:
+        known = {**catalogue.cases, **left_out(catalogue.cases)}
+        names += [("case", name, known, "also_matches") for name in case.also_matches]
     for what, name, options, key in names:
         if name and name not in options:
             raise unknown(what, name, options, f"{path}: {key}")
-    _check_checks(case, catalogue, f"{path}: pass_criteria.checks")
     models = {
         *case.axes.model,
         *(variant.model for variant in case.variants.values() if variant.model),
@@ -377,22 +388,23 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
     _check_claims(case, catalogue, path)
 
 
-def _check_checks(case: Case, catalogue: Catalogue, where: str) -> None:
+def _check_checks(case: Case, catalogue: Catalogue, checks: Mapping[str, int], where: str) -> None:
     """Refuse the name of a check that is probably a typo.
 
-    It is like another case's check, and no code of the case contains it.
+    It is like another case's check, and no code of the case contains it. ``checks``: the names of
+    all checks, and in how many cases each is.
     """
-    known = {
-        name
-        for each in catalogue.cases.values()
-        if each is not case
-        for name in each.pass_criteria.checks
-    }
-    for name in set(case.pass_criteria.checks) - known:
-        files = [catalogue.script(case), *(catalogue.repros / "repro_kit").glob("*.py")]
-        if suggestion(name, known) and not any(
-            f'"{name}"' in file.read_text(encoding="utf-8") for file in files
-        ):
+    own = set(case.pass_criteria.checks)
+
+    def contains(file: Path, name: str) -> bool:
+        return f'"{name}"' in file.read_text(encoding="utf-8")
+
+    for name in own:
+        if checks[name] > 1 or contains(catalogue.script(case), name):
+            continue
+        known = [other for other, count in checks.items() if count > 1 or other not in own]
+        kit = (catalogue.repros / "repro_kit").glob("*.py")
+        if suggestion(name, known) and not any(contains(file, name) for file in kit):
             raise unknown("check", name, known, where)
 
 
@@ -418,16 +430,9 @@ def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
             raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")
 
 
-def check_variants(
-    case: Case, strategies: Mapping[str, Strategy], path: str, patched: bool = False
-) -> None:
-    """Check the strategy options of a case and that its variants differ.
-
-    ``patched``: overrides may make a variant equal to the unfixed one; the plan reports that. Raise
-    ConfigError.
-    """
+def _check_variants(case: Case, strategies: Mapping[str, Strategy], path: str) -> None:
+    """Check the strategy options of a case and of its variants. Raise ConfigError."""
     _check_options(case.options, case.axes.strategy, strategies, f"{path}: options")
-    first: dict[str, str] = {}
     for name, variant in case.variants.items():
         names = [variant.strategy] if variant.strategy else case.axes.strategy
         _check_options(variant.options, names, strategies, f"{path}: variants.{name}.options")
@@ -441,8 +446,17 @@ def check_variants(
             _check_options(
                 inherited, names, strategies, f"{path}: variants.{name} inherits options"
             )
+
+
+def _check_variants_differ(case: Case, path: str) -> None:
+    """Raise ConfigError if two variants of a file are the same.
+
+    Overrides may make a variant equal to the unfixed one; the plan reports that.
+    """
+    first: dict[str, str] = {}
+    for name, variant in case.variants.items():
         changed = json.dumps(_own_settings(case, variant), sort_keys=True, default=str)
-        if changed in first and not patched:
+        if changed in first:
             twin = first[changed]
             raise ConfigError(
                 f"{path}: variants.{name}: its settings are those of {twin!r}: it changes nothing"

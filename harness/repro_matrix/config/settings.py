@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.launchers import AUTO, SHIPPED, launchers
 from repro_matrix.config.project import conf_folders
 from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
-from repro_matrix.paths import CONF
+from repro_matrix.paths import CONF, file_state
 
 Count = Annotated[int, Field(strict=True, gt=0)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -122,7 +122,10 @@ def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
                 f"override {override!r}: unknown key"
                 f" {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}"
             )
-    settings = _compose(overrides, conf_folders(conf))
+    folders = conf_folders(conf)
+    files = [path for each in folders for path in (each / "config.yaml", *_matrices(each))]
+    states = tuple((path, file_state(path)) for path in files)
+    settings = _compose(tuple(overrides), tuple(folders), states).model_copy(deep=True)
     named = next((text for text in overrides if text.startswith("+matrix=")), None)
     if named and "matrix" in settings.matrix:
         raise ConfigError(
@@ -138,7 +141,14 @@ def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
     return settings
 
 
-def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
+def _matrices(conf: Path) -> list[Path]:
+    return sorted((conf / "matrix").glob("*.yaml"))
+
+
+@lru_cache(maxsize=64)  # a search asks for each probe
+def _compose(
+    overrides: tuple[str, ...], folders: tuple[Path, ...], states: tuple[Any, ...]
+) -> RunSettings:
     # Hydra takes half a second to import.
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
@@ -162,7 +172,7 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         ) from None
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
-        known = [path.stem for folder in folders for path in (folder / "matrix").glob("*.yaml")]
+        known = [path.stem for folder in folders for path in _matrices(folder)]
         raise unknown("matrix", name, known, f"{conf.name}/matrix") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

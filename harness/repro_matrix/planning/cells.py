@@ -5,6 +5,7 @@ Pure.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -384,9 +385,12 @@ def wrong_hardware(
         yield Skip("gpu_mode", f"its ranks compute on the same GPUs, and {mode}")
 
 
+parse_requirement = functools.cache(Requirement)  # a plan asks for the same few again and again
+
+
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     """Describe a requirement that the versions do not meet; None when they do."""
-    requirement = Requirement(text)
+    requirement = parse_requirement(text)
     have = versions.get(requirement.name) or versions.get(requirement.name.replace("_", "-"))
     if have is None:
         return f"{text} (it has none)"

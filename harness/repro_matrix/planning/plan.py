@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from repro_kit.settings import resolve, variant_axis
 
-from packaging.requirements import Requirement
-
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import AdhocCase, Case, Model, Strategy, Variant
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError
-from repro_matrix.planning.cells import Cell, Skip, unmet_requirement, unsuitable, variants_of
+from repro_matrix.planning.cells import (
+    Cell,
+    Skip,
+    parse_requirement,
+    unmet_requirement,
+    unsuitable,
+    variants_of,
+)
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
@@ -196,7 +201,7 @@ class Planner:
         for skip in wrong_nodes(case, nodes, settings["world_size"], have):
             return skip
         needed = needs(case, variant, model, strategy, profile.kinds)
-        named = {Requirement(item).name for item in needed}
+        named = {parse_requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
         failed = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
@@ -207,8 +212,8 @@ class Planner:
         unmet = {item: text for item in needed if (text := unmet_requirement(item, versions))}
         if not unmet:
             return None
-        unusable = {name for item in unmet if (name := Requirement(item).name) in missing}
-        texts = [missing.get(Requirement(item).name, text) for item, text in unmet.items()]
+        unusable = {name for item in unmet if (name := parse_requirement(item).name) in missing}
+        texts = [missing.get(parse_requirement(item).name, text) for item, text in unmet.items()]
         reason = (
             f"stack {stack.name}: on {profile.kinds[-1]} needs {', '.join(dict.fromkeys(texts))}"
         )

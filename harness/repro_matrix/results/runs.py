@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from filelock import Timeout
 from repro_matrix.config import project
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
-from repro_matrix.paths import file_lock, has_locks, write_text
+from repro_matrix.paths import file_lock, file_state, has_locks, write_text
 from repro_matrix.records.document import Document
 from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import (
@@ -38,7 +39,7 @@ from repro_matrix.results.store import (
     UNFINISHED,
     cannot_write,
 )
-from repro_matrix.results.summary import evidence_states, load_rows, stored_rows
+from repro_matrix.results.summary import evidence_states, load_rows, stored_rows, summaries
 
 SEARCHES = "searches"
 KEPT = 20
@@ -237,24 +238,31 @@ def in_use(folder: Path) -> bool:
         return isinstance(error, Timeout)
 
 
-def measured_rows(
-    settings: RunSettings | None = None, published: list[Row] | None = None
-) -> list[Row]:
+def measured_rows(settings: RunSettings | None = None) -> list[Row]:
     """Return the stored rows of earlier measurements, with the grading that they were stored with.
 
-    They are the published ones (``published``, where they were read before) and, with ``settings``,
-    those of that run's folder and, where it is one of scratch/, of the last runs before it.
+    They are the published ones and, with ``settings``, those of that run's folder and, where it is
+    one of scratch/, of the last runs before it.
     """
-    folders = list(project.published()) if published is None else []
+    published = list(dict.fromkeys(map(Path.resolve, project.published())))
+    folders: list[Path] = []
     if settings is not None:
         folders.append(results_folder(settings))
         if folders[-1].parent.resolve() == scratch().resolve():
             folders += [run.folder for run in list_runs(scratch())[-LOOK_BACK:]]
-    stored = [stored_rows(folder, []) for folder in dict.fromkeys(map(Path.resolve, folders))]
-    return [
-        *(published or ()),
-        *(row for cells in stored for rows in cells.values() for row in rows),
-    ]
+    own = [each for each in dict.fromkeys(map(Path.resolve, folders)) if each not in published]
+    rows = [_published_rows(each, tuple(map(file_state, summaries(each)))) for each in published]
+    rows += map(_stored_rows, own)
+    return list(chain.from_iterable(rows))
+
+
+@lru_cache(maxsize=4)  # a command asks several times
+def _published_rows(folder: Path, states: tuple[tuple[int, ...], ...]) -> list[Row]:
+    return _stored_rows(folder)
+
+
+def _stored_rows(folder: Path) -> list[Row]:
+    return list(chain.from_iterable(stored_rows(folder, []).values()))
 
 
 def rows_of_stacks(

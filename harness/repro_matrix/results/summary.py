@@ -127,6 +127,11 @@ def _measured(folder: Path, notes: list[str]) -> list[str]:
     return []
 
 
+def summaries(folder: Path) -> list[Path]:
+    """Return the files that hold a folder's rows; a run's may not exist yet."""
+    return [folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))]
+
+
 def stored_rows(
     folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
 ) -> dict[str, list[Row]]:
@@ -136,7 +141,7 @@ def stored_rows(
     ``wanted``: of which lines.
     """
     found: dict[str, list[Row]] = {}
-    for path in (folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))):
+    for path in summaries(folder):
         try:
             with open(path, "rb") as file:
                 stream = (

@@ -8,6 +8,7 @@ torch.distributed.run``), so that the same command runs on any stack.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from repro_matrix.grading.observation import Evidence
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.launch.torchrun import WORKER
+from repro_matrix.paths import file_state
 from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
 from repro_matrix.runner.script_failure import CHECKS, ScriptFailure
@@ -345,7 +347,7 @@ def _files(script: Path | None) -> list[Path]:
         if path in seen or not path.is_file():
             continue
         seen[path] = None
-        for name in sorted(_imported(path)):
+        for name in sorted(_imported(path, file_state(path))):
             for module in (root / name for root in roots):
                 waiting += [module.with_suffix(".py"), *sorted(module.rglob("*.py"))]
     return list(seen)
@@ -370,12 +372,12 @@ def _preloaded(command: Command) -> list[str] | None:
         for name in PRELOADED
     ):
         return None
-    return [
-        name for name in PRELOADED[1:] if any(name in _imported(path) for path in _files(script))
-    ]
+    imported = {name for path in _files(script) for name in _imported(path, file_state(path))}
+    return [name for name in PRELOADED[1:] if name in imported]
 
 
-def _imported(path: Path) -> set[str]:
+@functools.lru_cache(maxsize=1024)
+def _imported(path: Path, state: tuple[int, ...]) -> set[str]:
     """Return the first parts of the names of the modules that a file imports."""
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))

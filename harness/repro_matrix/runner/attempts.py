@@ -9,7 +9,6 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -30,7 +29,6 @@ from repro_matrix.planning.memory import GPU_DEADLINE_S
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
 from repro_matrix.results import runs
-from repro_matrix.results.rows import Row
 from repro_matrix.runner import tracing
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
@@ -50,11 +48,6 @@ class Workplace:
     locks: GpuLocks
     nvml: Nvml
     run_dir: Path
-
-    @cached_property
-    def published(self) -> list[Row]:
-        """Return the rows of the published baseline, read once."""
-        return runs.measured_rows()
 
 
 def run_attempt(

@@ -177,7 +177,7 @@ def execute(
             place = shared or opened.enter_context(workplace(launcher, session.gpus, on_warning))
             if with_canary and (problem := canary_problem(session, place, stop)):
                 raise MeasureError(problem)
-            earlier = runs.measured_rows(session.settings, place.published)
+            earlier = runs.measured_rows(session.settings)
             return Engine(session, place, store, on_event, earlier).run(session.plans, stop, resume)
     finally:
         for text in dict.fromkeys(store.damaged):
