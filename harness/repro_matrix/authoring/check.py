@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from repro_matrix.config.launchers import SHIPPED
@@ -18,6 +19,8 @@ from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, VariantRecord
 from repro_matrix.records.outcome import StoredOutcome
+from repro_matrix.results.store import Store
+from repro_matrix.results.summary import stored_rows
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session
 from repro_matrix.runner.session import make_request
@@ -52,6 +55,19 @@ def check_signatures(file: str, case: Case) -> Iterator[str]:
         yield (
             f"{file}: summary: {case.summary!r} does not say why it fails. Write a sentence or two."
         )
+
+
+def distinct_evidence(folder: Path) -> Iterator[Document]:
+    """Yield a stored document for each reason with which a case's unfixed variant ended."""
+    store = Store(folder)
+    chosen = {
+        (row.case, *sorted({each.reason for each in row.attempts})): row.evidence
+        for row in chain.from_iterable(stored_rows(folder, []).values())
+        if row.first
+    }
+    for path in sorted(set(chosen.values())):
+        if document := store.read(folder / path):
+            yield document
 
 
 def check_other_cases(

@@ -9,7 +9,6 @@ from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ExitCode
 from repro_matrix.paths import CONF
-from repro_matrix.results.store import Store
 from repro_matrix.search.prober import one_case
 from repro_matrix.text import counted, log
 
@@ -26,7 +25,8 @@ def main(args: options.Arguments) -> int:
     not_measured: dict[str, str] = {}
     found += ready.check_signatures(shown, case)
     for folder in project.published():
-        found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
+        others = ready.distinct_evidence(folder)
+        found += ready.check_other_cases(shown, case, known.cases, others)
     if not args.no_run:
         measured = ready.measure_case(args.case, args.overrides)
         if measured is None:
