@@ -16,8 +16,8 @@ DONE = 2  # batches of the interrupted epoch
 EPOCHS = 3
 
 
-def start(run: Run, samples: list[int], seed: int) -> tuple[Any, Any, Any]:
-    """Return an accelerator, a model and a loader as a new process makes them."""
+def start(run: Run, samples: list[int], seed: int) -> tuple[Any, Any, Any, Any]:
+    """Return an accelerator, a model, an optimizer and a loader as a new process makes them."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
@@ -25,14 +25,23 @@ def start(run: Run, samples: list[int], seed: int) -> tuple[Any, Any, Any]:
     split = DataLoaderConfiguration(use_seedable_sampler=run.flags["seedable"])
     accelerator = Accelerator(cpu=run.device_kind == "cpu", dataloader_config=split)
     loader = DataLoader(samples, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    return (accelerator, *accelerator.prepare(build(run).eval(), loader))
+    model = build(run).train()
+    return (accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader))
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, batch: torch.Tensor) -> list[int]:
+    """Train on a batch of samples, each a token, and return them."""
+    accelerator.backward(model(input_ids=batch[None], labels=batch[None], use_cache=False).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [int(sample) for sample in batch]
 
 
 def body(run: Run) -> None:
     from accelerate import skip_first_batches
 
     flags, folder = run.flags, str(run.work_dir / "state")
-    samples = list(range(16 * run.world_size))
+    samples = list(range(8 * run.world_size))
     at = int(flags["at_epoch"])
 
     def epoch_of(loader: Any, epoch: int) -> Any:
@@ -40,28 +49,28 @@ def body(run: Run) -> None:
             loader.set_epoch(epoch)
         return loader
 
-    accelerator, model, loader = start(run, samples, seed=1)
+    accelerator, model, optimizer, loader = start(run, samples, seed=1)
     watch(run, model)
     whole: list[list[int]] = []
     for epoch in range(EPOCHS):
         whole.append([])
         for index, batch in enumerate(epoch_of(loader, epoch)):
-            with torch.no_grad():
-                model(input_ids=batch[None].to(run.device), use_cache=False)
-            whole[-1] += batch.tolist()
+            whole[-1] += train(accelerator, model, optimizer, batch)
             if (epoch, index + 1) == (at, DONE):
                 accelerator.save_state(folder)
 
     run.phase("resume")
-    accelerator, model, loader = start(run, samples, seed=1 if flags["same_seed"] else 2)
+    accelerator, model, optimizer, loader = start(run, samples, seed=1 if flags["same_seed"] else 2)
     accelerator.load_state(folder)
     for epoch in range(at if flags["replay"] else 0):
         list(epoch_of(loader, epoch))
     epoch_of(loader, at)
     rest = skip_first_batches(loader, DONE) if flags["skip"] == "function" else loader  # <- skips in another order
-    batches = [batch.tolist() for batch in rest]
-    batches = batches if flags["skip"] == "function" else batches[DONE:]
-    resumed = [sample for batch in batches for sample in batch]
+    done = 0 if flags["skip"] == "function" else DONE
+    resumed: list[int] = []
+    for index, batch in enumerate(rest):
+        if index >= done:
+            resumed += train(accelerator, model, optimizer, batch)
     following = [sample for batch in epoch_of(loader, at + 1) for sample in batch.tolist()]
 
     before = whole[at][: 2 * DONE]
