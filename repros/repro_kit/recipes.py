@@ -23,7 +23,8 @@ Batch = dict  # name -> tensor
 # Large enough for an update well above the rounding of the weights, small enough to train.
 LR = 0.1
 RATES = {torch.float32: LR, torch.bfloat16: 1.0}
-ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
+# eps: with torch's 1e-8, a gradient below its rounding error moves a weight by a whole step of either sign.
+ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class Recipe:
             {"params": [parameter for name, parameter in trained if decays(name) == matrix], "weight_decay": decay}
             for matrix, decay in ((True, ADAMW["weight_decay"]), (False, 0.0))
         ]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, foreach=False)
+        used = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(used, lr=lr, eps=ADAMW["eps"], foreach=False)
 
     def make_schedule(self, run: Run, optimizer: torch.optim.Optimizer) -> Optional[Any]:
         """Return the scheduler to be stepped after each step; None for a constant learning rate."""
