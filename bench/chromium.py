@@ -32,6 +32,8 @@ class Chromium:
     """Use as a context manager. Closing the pipe ends the browser."""
 
     def __init__(self, profile: Path) -> None:
+        if PATH is None:
+            raise FileNotFoundError("no Chromium found: install chromium, or set CHROMIUM=its path")
         (requests, self._write), (self._read, answers) = os.pipe(), os.pipe()
         arguments = [
             str(PATH),
