@@ -112,9 +112,11 @@ def enumerate_cells(
                 _cells_of(catalogue, selection, catalogue.cases[name], overrides, known or {})
             )
     if not cells:
+        words = dict.fromkeys(text for each in selections for _, text in each.words)
+        hint = " Name the case, without *, to try another model."
         raise ConfigError(
-            "the selection has no cell: no selected case has that area, model and strategy. "
-            "Name the case, without *, to try another model."
+            f"the selection has no cell: no case fits {' '.join(words) or 'it'}."
+            + (hint if any(each.model for each in selections) else "")
         )
     return list(cells)
 
