@@ -6,8 +6,9 @@ from typing import Any
 
 from repro_kit import Run, main
 from repro_kit.collectives import gather
-from repro_kit.instrumentation import watch
+from repro_kit.instrumentation import note, watch
 from repro_kit.models import build
+from repro_kit.norms import norm, norm_of
 
 import torch
 from torch.utils.data import DataLoader
@@ -37,6 +38,16 @@ def train(accelerator: Any, model: Any, optimizer: Any, batch: torch.Tensor) -> 
     return [int(sample) for sample in batch]
 
 
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def note_distance(
+    run: Run, what: str, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], **bounds: float
+) -> None:
+    note(run, what, norm_of(norm(one[name], other[name]) for name in one), **bounds, subject="distance of the weights")
+
+
 def body(run: Run) -> None:
     from accelerate import skip_first_batches
 
@@ -58,10 +69,13 @@ def body(run: Run) -> None:
             whole[-1] += train(accelerator, model, optimizer, batch)
             if (epoch, index + 1) == (at, DONE):
                 accelerator.save_state(folder)
+                saved = weights(model)
 
     run.phase("resume")
     accelerator, model, optimizer, loader = start(run, samples, seed=1 if flags["same_seed"] else 2)
+    note_distance(run, "trained", saved, weights(model), least=1e-3)  # the new model is as the first one began
     accelerator.load_state(folder)
+    note_distance(run, "loaded", saved, weights(model), most=0.0)
     for epoch in range(at if flags["replay"] else 0):
         list(epoch_of(loader, epoch))
     epoch_of(loader, at)
@@ -71,6 +85,7 @@ def body(run: Run) -> None:
     for index, batch in enumerate(rest):
         if index >= done:
             resumed += train(accelerator, model, optimizer, batch)
+    note_distance(run, "trained again", saved, weights(model), least=1e-3)
     following = [sample for batch in epoch_of(loader, at + 1) for sample in batch.tolist()]
 
     before = whole[at][: 2 * DONE]
