@@ -397,7 +397,7 @@ def _check_checks(case: Case, catalogue: Catalogue, checks: Mapping[str, int], w
     own = set(case.pass_criteria.checks)
 
     def contains(file: Path, name: str) -> bool:
-        return f'"{name}"' in file.read_text(encoding="utf-8")
+        return f'"{name}"'.encode() in file.read_bytes()
 
     for name in own:
         if checks[name] > 1 or contains(catalogue.script(case), name):
