@@ -9,6 +9,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError
 
+RESUME = "case/accelerate-resume-mid-epoch.yaml"
 NORM = "case/qwen15-fsdp-norm-shard.yaml"
 DDP = "case/ddp-unfinished-reduction.yaml"
 DDP_INVARIANTS = (
@@ -149,6 +150,18 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
             ["claims.", "did you mean 'find-unused'"],
         ),
         (NORM, "[logits]", "[logit]", ["pass_criteria.checks", "did you mean 'logits'"]),
+        (
+            RESUME,
+            "checks: [rest-of-epoch",
+            "checks: [rest-of-epoc",
+            ["pass_criteria.checks", "did you mean 'rest-of-epoch'"],
+        ),
+        (
+            RESUME,
+            "check: rest-of-epoch",
+            "check: rest-of-epoc",
+            ["signatures.other-order-resumed", "did you mean 'rest-of-epoch'"],
+        ),
         (
             "case/train-step.yaml",
             "checks:",

@@ -6,6 +6,7 @@ import ast
 import copy
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from repro_matrix.errors import ConfigError, Options, describe_validation, sugge
 from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)
+CHECK_OF_SCRIPT = re.compile(r'\.check\(\s*"([^"]+)"')
 Raw = dict[str, Any]
 Patch = tuple[list[str], Any]  # the path of a key and its new value
 
@@ -330,7 +332,7 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
         path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
         try:
             _check_references(case, catalogue, path)
-            _check_checks(case, catalogue, checks, f"{path}: pass_criteria.checks")
+            _check_checks(case, catalogue, checks, path)
             _check_variants(case, catalogue.strategies, path)
         except ConfigError as error:
             if patched and slug in load(conf, catalogue.repros).cases:
@@ -388,24 +390,23 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
     _check_claims(case, catalogue, path)
 
 
-def _check_checks(case: Case, catalogue: Catalogue, checks: Mapping[str, int], where: str) -> None:
+def _check_checks(case: Case, catalogue: Catalogue, checks: Mapping[str, int], path: str) -> None:
     """Refuse the name of a check that is probably a typo.
 
-    It is like another case's check, and no code of the case contains it. ``checks``: the names of
-    all checks, and in how many cases each is.
+    No code of the case contains it, and it is like a check of the script or of another case.
+    ``checks``: the names of all checks, and in how many cases each is.
     """
-    own = set(case.pass_criteria.checks)
-
-    def contains(file: Path, name: str) -> bool:
-        return f'"{name}"'.encode() in file.read_bytes()
-
-    for name in own:
-        if checks[name] > 1 or contains(catalogue.script(case), name):
+    own = {name: "pass_criteria.checks" for name in case.pass_criteria.checks}
+    own |= {rule.check: f"signatures.{rule.name}" for rule in case.signatures if rule.check}
+    script = catalogue.script(case).read_text(errors="replace")
+    for name, key in own.items():
+        if checks[name] > 1 or f'"{name}"' in script:
             continue
         known = [other for other, count in checks.items() if count > 1 or other not in own]
+        known += CHECK_OF_SCRIPT.findall(script)
         kit = (catalogue.repros / "repro_kit").glob("*.py")
-        if suggestion(name, known) and not any(contains(file, name) for file in kit):
-            raise unknown("check", name, known, where)
+        if suggestion(name, known) and not any(f'"{name}"' in file.read_text() for file in kit):
+            raise unknown("check", name, known, f"{path}: {key}")
 
 
 def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
