@@ -61,7 +61,7 @@ class Change:
 class Diff:
     """The comparison of two sides.
 
-    ``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason). ``across``:
+    ``cells``: present on both sides. ``variants``: measured on both. ``incomparable``: (row, reason). ``across``:
     axis -> the two values, if each side has one value and they differ. ``excused``: why the second
     side need not have some results -> their number.
     """
@@ -164,15 +164,16 @@ def compare_rows(before: Iterable[Row], after: Iterable[Row]) -> Diff:
     incomparable: list[tuple[Row, str]] = []
     variants = 0
     for old, new in pair_variants(one, other):
-        if old and new:
+        if old and new and old.kinds and new.kinds:
             variants += 1
             if reason := settings_difference(old.settings, new.settings):
                 incomparable.append((new, reason))
             elif kind := result_change(old, new):
                 changes.append(Change(kind, new.variant, old, new))
-        elif (row := old or new) and row.kinds:
-            kind = "newly_measured" if new else "not_measured"
-            changes.append(Change(kind, row.variant, old, new))
+        elif old and old.kinds:
+            changes.append(Change("not_measured", old.variant, old, new))
+        elif new and new.kinds:
+            changes.append(Change("newly_measured", new.variant, old, new))
     for cell_id, cell in {**one, **other}.items():
         row = next(iter(cell.values()))
         if cell_id not in other:
@@ -361,12 +362,12 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
     for reason, rows in reasons.items():
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         yield f"  {reason}: {rows[0].cell_id} variant {rows[0].variant}{more}"
-    paired = [change for change in diff.changes if change.before and change.after]
-    changed = sum(change.kind in RESULTS for change in paired)
-    same = counted(diff.variants - len(paired) - len(diff.incomparable), "variant")
+    changed = len(diff.select(RESULTS))
+    one_side = len([change for change in diff.changes if change.variant]) - changed
+    same = counted(diff.variants - changed - len(diff.incomparable), "variant")
     summary = f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed"
-    if changed < len(paired):
-        summary += f", {len(paired) - changed} measured on one side only"
+    if one_side:
+        summary += f", {one_side} measured on one side only"
     yield from ("", summary)
 
 
