@@ -48,7 +48,7 @@ def compare(
     """Compare each parameter and optimizer state with its reloaded counterpart.
 
     Checks ``weights``, ``states`` (values), ``dtypes`` (of both) and ``groups`` (the optimizer's settings).
-    ``states`` is void where no rank holds any, except with an optimizer that is ``stateless``.
+    ``states`` is void where no rank holds a trained one, except with an optimizer that is ``stateless``.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     reloaded = dict(fresh.named_parameters())
@@ -66,7 +66,8 @@ def compare(
                 values.append(f"{where}: had {_short(had.get(key))}, reloaded {_short(has.get(key))}")
             elif dtype_of(had[key]) != dtype_of(has[key]):
                 dtypes.append(f"{where}: had {dtype_of(had[key])}, reloaded {dtype_of(has[key])}")
-    held = sum(map(len, states_of(optimizer)))
+    tensors = [value for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value)]
+    held = sum(bool(value.dim() and local(value).any()) for value in tensors)  # a state that only began is zero
     subject = f"{held} states held; differ: {values[:2]}"
     # One rank alone may hold none: a shard can be empty.
     everywhere = sum(own for (own,) in gather(run, [held])) if run.world_size > 1 else held
