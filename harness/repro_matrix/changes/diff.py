@@ -61,9 +61,9 @@ class Change:
 class Diff:
     """The comparison of two sides.
 
-    ``cells``: present on both sides. ``variants``: measured on both. ``incomparable``: (row, reason). ``across``:
-    axis -> the two values, if each side has one value and they differ. ``excused``: why the second
-    side need not have some results -> their number.
+    ``cells``: present on both sides. ``variants``: measured on both. ``incomparable``: (row,
+    reason). ``across``: axis -> the two values, if each side has one value and they differ.
+    ``excused``: why the second side need not have some results -> their number.
     """
 
     changes: tuple[Change, ...]
