@@ -5,7 +5,8 @@ from __future__ import annotations
 from repro_kit import Run, main
 from repro_kit.fsdp_saving import first_forward, sharded, step
 from repro_kit.instrumentation import files, sizes
-from repro_kit.saving import compare, local
+from repro_kit.norms import local_part
+from repro_kit.saving import compare
 from repro_kit.vision_language import build
 
 import torch
@@ -58,8 +59,8 @@ def body(run: Run) -> None:
     if flags["cast"]:
         for state in optimizer.state.values():
             state.update({k: v.to(getattr(torch, flags["cast"])) for k, v in state.items() if v.dim()})
-    run.fact("empty entries", sum(not state for p, state in optimizer.state.items() if local(p).numel()))
-    run.metric("parameters_held", sum(local(p).numel() for p in model.parameters()))
+    run.fact("empty entries", sum(not state for p, state in optimizer.state.items() if local_part(p).numel()))
+    run.metric("parameters_held", sum(local_part(p).numel() for p in model.parameters()))
 
     run.phase("save")
     weights, states = get_state_dict(model, optimizer)  # <- counts each flat parameter's states and padding

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, Sequence
 
 from repro_kit.instrumentation import watch
+from repro_kit.norms import local_part
 from repro_kit.run import Run
-from repro_kit.saving import local
 from repro_kit.vision_language import is_unit, loss_of
 
 import torch
@@ -83,5 +83,5 @@ def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, number: i
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    norm = sum(local(p.detach()).double().norm().item() for p in model.parameters())
+    norm = sum(local_part(p.detach()).double().norm().item() for p in model.parameters())
     return [loss.item(), norm]

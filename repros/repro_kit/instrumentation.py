@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from repro_kit.norms import checksum
+from repro_kit.norms import checksum, local_part
 from repro_kit.record import ONLOOKERS
 from repro_kit.run import Run
 
@@ -204,8 +204,7 @@ class Step:
             self.betas.update([tuple(group["betas"])] if "betas" in group else [])
             for gradient in (parameter.grad for parameter in group["params"] if measure):
                 if gradient is not None:
-                    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                    self.squares += float(torch.linalg.vector_norm(local, dtype=torch.float32)) ** 2
+                    self.squares += float(torch.linalg.vector_norm(local_part(gradient), dtype=torch.float32)) ** 2
 
     def add_groups(self, optimizer: Any, module: Any, matrices: dict[str, bool]) -> None:
         named = {id(parameter): clean(name) for name, parameter in module.named_parameters()}

@@ -19,6 +19,11 @@ def each_chunk(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield tensors
 
 
+def local_part(tensor: Any) -> Any:
+    """Return the part of a tensor that this rank holds (a DTensor's shard, or the tensor itself)."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def norm(one: torch.Tensor, *others: torch.Tensor) -> float:
     """Return |a|, |a - b|, or |(a - b) - (c - d)| in float32, on the first tensor's device.
 

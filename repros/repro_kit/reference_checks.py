@@ -32,7 +32,7 @@ from repro_kit.collectives import gather
 from repro_kit.error_reduction import compared, worst
 from repro_kit.instrumentation import note
 from repro_kit.models import batch
-from repro_kit.norms import checksum, digest, norm, norm_of
+from repro_kit.norms import checksum, digest, local_part, norm, norm_of
 from repro_kit.recipes import LR as LR
 from repro_kit.recipes import PLAIN, Recipe
 from repro_kit.recipes import RATES as RATES
@@ -249,11 +249,14 @@ class Own:
     def _enter(self, _module: Any, inputs: Any) -> None:
         # Recomputation and later steps are ignored.
         self.calls += 1
-        if self.calls == 1 and inputs and torch.is_tensor(inputs[0]):
-            ids = inputs[0].detach().flatten().to("cpu", torch.float64)
+        if not inputs or not torch.is_tensor(inputs[0]):
+            return
+        samples = local_part(inputs[0])
+        if self.calls == 1:
+            ids = samples.detach().flatten().to("cpu", torch.float64)
             self.ids = float((ids * torch.arange(1, ids.numel() + 1)).sum())
-        if torch.is_grad_enabled() and inputs and torch.is_tensor(inputs[0]):
-            self.batches.append(checksum(inputs[0]))
+        if torch.is_grad_enabled():
+            self.batches.append(checksum(samples))
             self.states.append(checksum(torch.get_rng_state()))
 
     def _leave(self, _module: Any, inputs: Any) -> None:
@@ -262,7 +265,7 @@ class Own:
 
     def _keep(self, gradient: torch.Tensor) -> None:
         if math.isnan(self.gradient):
-            self.gradient = norm(gradient)
+            self.gradient = norm(local_part(gradient))
 
 
 def pairs(tensors: Named) -> Iterable[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any, Mapping
 
 from repro_kit.instrumentation import files, sizes
 from repro_kit.models import fetch_code
+from repro_kit.norms import local_part
 from repro_kit.run import Run
 
 import torch
@@ -79,5 +80,4 @@ def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[s
 
 def sharded(model: torch.nn.Module, full: dict[str, torch.Size]) -> list[str]:
     """Return the parameters of which this rank holds only a part: evidence that the model is parallel."""
-    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}
-    return [name for name, p in local.items() if p.shape != full[name]]
+    return [name for name, p in model.named_parameters() if local_part(p).shape != full[name]]

@@ -7,19 +7,15 @@ from typing import Any
 
 from repro_kit.collectives import gather
 from repro_kit.error_reduction import compared
+from repro_kit.norms import local_part
 from repro_kit.run import Run
 
 import torch
 
 
-def local(value: Any) -> Any:
-    """Return the part of a tensor that this rank holds (a DTensor's shard, or the tensor itself)."""
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 def equal(a: Any, b: Any) -> bool:
     """Return whether values are equal to the last bit (a bf16 value equals the fp32 value made from it)."""
-    a, b = local(a), local(b)
+    a, b = local_part(a), local_part(b)
     if torch.is_tensor(a) and torch.is_tensor(b):
         kind = torch.promote_types(a.dtype, b.dtype)
         # FSDP1 reloads AdamW's step on the CPU.
@@ -34,7 +30,7 @@ def dtype_of(value: Any) -> str:
 def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return each parameter's state in the optimizer's order; {} for a missing or empty one."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    return [dict(optimizer.state[p]) if p in optimizer.state and local(p).numel() else {} for p in held]
+    return [dict(optimizer.state[p]) if p in optimizer.state and local_part(p).numel() else {} for p in held]
 
 
 def compare(
@@ -67,7 +63,7 @@ def compare(
             elif dtype_of(had[key]) != dtype_of(has[key]):
                 dtypes.append(f"{where}: had {dtype_of(had[key])}, reloaded {dtype_of(has[key])}")
     tensors = [value for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value)]
-    held = sum(bool(value.dim() and local(value).any()) for value in tensors)  # a state that only began is zero
+    held = sum(bool(value.dim() and local_part(value).any()) for value in tensors)  # a state that only began is zero
     subject = f"{held} states held; differ: {values[:2]}"
     # One rank alone may hold none: a shard can be empty.
     everywhere = sum(own for (own,) in gather(run, [held])) if run.world_size > 1 else held
@@ -80,7 +76,7 @@ def compare(
 
 
 def _short(value: Any) -> str:
-    value = local(value)
+    value = local_part(value)
     if not torch.is_tensor(value):
         return repr(value)
     norm = value.float().norm().item() if value.numel() else 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 from repro_kit.instrumentation import watch
 from repro_kit.models import batch
+from repro_kit.norms import local_part
 from repro_kit.run import Run
 from repro_kit.strategies import fsdp_policy, fully_sharded
 
@@ -80,7 +81,7 @@ def full_parameters(run: Run, wrapped: Any) -> dict[str, torch.Tensor]:
 
 def held_bytes(tensors: Any) -> int:
     """Return the bytes that this rank holds for these tensors; each storage counts once."""
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = [local_part(tensor) for tensor in tensors]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}
     return sum(storages.values())
 
