@@ -35,7 +35,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PIP_TARGET PIP_PREFIX
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
-.PHONY: help missing setup crowded repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures gpu-agreement docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
+.PHONY: help missing setup crowded repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures gpu-agreement docs page-check jobs-check test test-slow test-all exports two-nights mutants triggers lint schema bench plants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -138,6 +138,9 @@ two-nights: $(READY) ## the nightly job's steps, twice, on a stack that changes 
 mutants: $(READY) ## change the grading code, one place at a time: its tests must fail (an hour; needs uv)
 	@VIRTUAL_ENV=$(CURDIR)/.venv uv pip install -q mutmut
 	@$(BIN)/mutmut run $(ARGS)
+
+triggers: $(READY) ## remove each statement of a case's script in turn: ARGS=CASE (minutes; shows what has no evidence)
+	@$(PY) -m bench.triggers $(ARGS)
 
 plants: $(READY) ## plant errors in a training with each strategy: does a comparison name the place? (about an hour); writes bench/plants.json
 	@$(PY) -m bench.plants $(ARGS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import catalogue, chromium, launch, match, probe, report
+from bench import catalogue, chromium, launch, match, probe, report, triggers
 from bench.plants import table
 
 
@@ -79,3 +79,25 @@ def test_page_of_planted_errors_shows_what_was_measured() -> None:
     )
     for strategy in table.STRATEGIES:
         assert len({row["kind"] for row in counted if row["strategy"] == strategy}) >= 16
+
+
+def test_triggers_removes_each_step_once_and_no_evidence() -> None:
+    source = """
+def body(run):
+    model = made()
+    with no_grad():
+        model.load(1)
+    run.check("loaded", actual=model)
+    model.count += 1
+    model.mode = "train"
+"""
+    found = dict(triggers.mutants(source))
+    assert sorted(found) == [
+        "4: with no_grad():",
+        "5: model.load(1)",
+        "7: model.count += 1",
+        "8: model.mode = 'train'",
+    ]
+    assert "model.load(1)" in found["4: with no_grad():"]
+    for statement, text in found.items():
+        assert statement.partition(": ")[2] not in text and "run.check" in text
