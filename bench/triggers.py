@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 from repro_matrix.config import catalog
+from repro_matrix.errors import unknown
 from repro_matrix.paths import CONF
 from repro_matrix.results.rows import Row
 from repro_matrix.results.summary import load_rows
@@ -56,6 +57,8 @@ def mutants(source: str) -> Iterator[tuple[str, str]]:
 def write_copies(slug: str, folder: Path) -> dict[str, str]:
     """Write the case as it is, and once without each statement; return the copies' names."""
     source = catalog.load()
+    if slug not in source.cases:
+        raise SystemExit(str(unknown("case", slug, source.cases, "make triggers ARGS=CASE")))
     script = source.script(source.cases[slug]).read_text()
     case = yaml.safe_load((CONF / "case" / f"{slug}.yaml").read_text())
     for key in ("claims", "script"):
@@ -92,8 +95,11 @@ def main(slug: str, *overrides: str) -> int:
         for name, rows in measured.items()
     }
     original = outcomes.get(f"{slug}-without-0", {})
-    if not any(kinds for _, kinds in original.values()):
-        print(f"{slug} was not measured: choose a stack on which it reproduces")
+    if "reproduced" not in original.get("unfixed", ("", ()))[1]:
+        print(f"{slug} does not reproduce here: choose another stack")
+        return 3
+    if missing := copies.keys() - outcomes.keys():
+        print(f"{slug}: {len(missing)} of {len(copies)} copies were not measured")
         return 3
     del copies[f"{slug}-without-0"]
     same = [statement for name, statement in copies.items() if outcomes.get(name) == original]
