@@ -4,6 +4,7 @@ so that CI is."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ for profile, examples in (("gate", 25), ("many", 200)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
+gc.set_threshold(100_000)  # as `repro` does: a worker holds millions of objects of stored results
 
 
 @pytest.hookimpl(optionalhook=True)  # mutmut runs without xdist

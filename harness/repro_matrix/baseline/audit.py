@@ -8,8 +8,8 @@ from pathlib import Path
 from repro_matrix.baseline.derivation import published_place, unsupported
 from repro_matrix.baseline.refusals import inconsistencies
 from repro_matrix.config.schema import Case
+from repro_matrix.records.document import Document
 from repro_matrix.results import summary
-from repro_matrix.results.projection import rows_of
 from repro_matrix.results.rows import Row
 from repro_matrix.results.store import Store
 
@@ -38,15 +38,9 @@ def regrade_folder(
     for path in stored.keys() - cells.keys():
         found["differences"].append(f"{folder / path}: in the summary, and its evidence is missing")
     for path, graded in cells.items():
-        document, variants = documents[path], {row.variant for row in graded}
         rows += graded
-        own = [row for row in rows_of(document, cases) if row.variant in variants]
-        other = _differences(
-            own, graded, ("outcome", "verdict") if document["complete"] else ("outcome",)
-        )
-        found["edited"] += [
-            f"{folder / path}: {text}" for text in (*inconsistencies(document), *other)
-        ]
+        edits = (*inconsistencies(documents[path]), *_edits(documents[path], now[path]))
+        found["edited"] += [f"{folder / path}: {text}" for text in edits]
         compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
         found["differences"] += [f"{folder / path}: {text}" for text in compared]
     for slug, case in cases.items() if with_expectations else ():
@@ -54,6 +48,19 @@ def regrade_folder(
             case, {published_place(d): d for d in now.values() if d["case"] == slug}
         )
     return rows, found
+
+
+def _edits(stored: Document, graded: Document) -> Iterator[str]:
+    """Describe stored outcomes that the evidence does not give, and verdicts of a complete cell."""
+    for variant, record in graded["variants"].items():
+        attempts = zip(stored["variants"][variant]["attempts"], record["attempts"])
+        for pair in attempts:
+            one, now = (made["outcome"]["outcome"] for made in pair)
+            if one != now:
+                yield f"variant {variant}: outcome stored as {one}, graded as {now}"
+        one, now = (each["verdicts"].get(variant, {}).get("name") for each in (stored, graded))
+        if one != now and stored["complete"]:
+            yield f"variant {variant}: verdict stored as {one}, graded as {now}"
 
 
 def _differences(

@@ -32,20 +32,35 @@ MAX_VALUE = 80  # characters of a value that is shown
 # JSON has no such numbers: the kit writes names
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
+NOT_CHECKED = "not checked: "  # the kit gave a reason, which its values do not explain
+
 State = Literal["passed", "failed", "void"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    name: str
+    """A check and its state; ``why``: what is wrong with it besides its values."""
+
+    check: Mapping[str, Any]
     state: State
-    details: str
+    why: str = ""
     severity: float = 0.0  # |actual - expected| / tolerance: orders failed checks
-    actual: Any = None
+
+    @property
+    def name(self) -> str:
+        name: str = self.check["name"]
+        return name
 
     @property
     def failed(self) -> bool:
         return self.state == "failed"
+
+    @property
+    def details(self) -> str:
+        return self.why if self.why.startswith(NOT_CHECKED) else self.why + _format(self.check)
+
+    def as_void(self, why: str) -> CheckResult:
+        return CheckResult(self.check, "void", why + self.why)
 
 
 def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckResult:
@@ -53,60 +68,53 @@ def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckRes
 
     ``done_at``: when the script was done, on the clock of the check's ``at``.
     """
-    name = check["name"]
     compare = _compare_numbers if check.get("tolerance") is not None else _compare_values
-    state, details, severity = compare(check)
-    if state != "void" and check.get("passed") is not (state == "passed"):
-        return CheckResult(
-            name,
-            "void",
-            f"contradictory: the rank says passed {check.get('passed')!r}, but {details}",
-        )
-    if state == "passed" and _compared_nothing(check):
+    result = CheckResult(check, *compare(check))
+    if result.state == "void":
+        return result
+    if check.get("passed") is not (result.state == "passed"):
+        return result.as_void(f"contradictory: the rank says passed {check.get('passed')!r}, but ")
+    if result.state == "passed" and _compared_nothing(check):
         why = str(check.get("subject")).partition("0 tensors: ")[2]
-        return CheckResult(
-            name, "void", f"not checked: {why}" if why else f"it compared nothing; {details}"
-        )
+        return result.as_void(f"{NOT_CHECKED}{why}" if why else "it compared nothing; ")
     made_at = number(check.get("at"))
-    if state != "void" and not (made_at is not None and done_at is not None and made_at <= done_at):
-        return CheckResult(name, "void", f"not made before the script was done; {details}")
-    return CheckResult(name, state, details, severity, check.get("actual"))
+    if made_at is None or done_at is None or made_at > done_at:
+        return result.as_void("not made before the script was done; ")
+    return result
 
 
 def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
-    values = _format(check)
     tolerance = _number(check["tolerance"])
     actual, expected = numbers_of(check.get("actual")), numbers_of(check.get("expected"))
     if tolerance is None or not 0 <= tolerance < math.inf:
-        return "void", f"the tolerance is not a number from 0 on: {values}", 0.0
+        return "void", "the tolerance is not a number from 0 on: ", 0.0
     if actual is None or expected is None:
-        return "void", f"not a number: {values}", 0.0
+        return "void", "not a number: ", 0.0
     if len(actual) != len(expected) or isinstance(check.get("actual"), list) != isinstance(
         check.get("expected"), list
     ):
-        return "void", f"{len(actual)} numbers against {len(expected)}: {values}", 0.0
+        return "void", f"{len(actual)} numbers against {len(expected)}: ", 0.0
     if not all(map(math.isfinite, expected)):
-        return "failed", f"the expected value is not finite: {values}", math.inf
+        return "failed", "the expected value is not finite: ", math.inf
     # If only zeros are expected, the values are shares: half of the whole is not rounding.
     if tolerance >= (max(map(abs, expected)) or 0.5):
-        return "void", f"the tolerance is so wide that a zero would pass: {values}", 0.0
+        return "void", "the tolerance is so wide that a zero would pass: ", 0.0
     differences = [abs(a - b) for a, b in zip(actual, expected)]
     if not all(map(math.isfinite, differences)):
-        return "failed", f"not finite: {values}", math.inf
+        return "failed", "not finite: ", math.inf
     worst = max(differences)
     if worst <= tolerance:
-        return "passed", values, 0.0
-    return "failed", values, worst / tolerance if tolerance else math.inf
+        return "passed", "", 0.0
+    return "failed", "", worst / tolerance if tolerance else math.inf
 
 
 def _compare_values(check: Mapping[str, Any]) -> tuple[State, str, float]:
-    values = _format(check)
     actual, expected, subject = check.get("actual"), check.get("expected"), check.get("subject")
     if numbers_of(expected) is not None or numbers_of(actual) is not None:
-        return "void", f"numbers without a tolerance: {values}", 0.0
+        return "void", "numbers without a tolerance: ", 0.0
     if not isinstance(subject, str) or not subject.strip():
-        return "void", f"does not say what it looked at: {values}", 0.0
-    return ("passed", values, 0.0) if same_json(actual, expected) else ("failed", values, math.inf)
+        return "void", "does not say what it looked at: ", 0.0
+    return ("passed", "", 0.0) if same_json(actual, expected) else ("failed", "", math.inf)
 
 
 def _compared_nothing(check: Mapping[str, Any]) -> bool:

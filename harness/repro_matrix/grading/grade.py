@@ -413,13 +413,11 @@ def _judge_checks(case: Case, attempt: Evidence) -> Outcome | None:
     failed: dict[str, list[tuple[float, int, str]]] = {}
     void, steps = None, attempt.settings.get("steps")
     for rank in attempt.ranks:
-        for check, made in zip(rank.checks, rank.record["checks"]):
+        for check in rank.checks:
             reason = check.details if check.state == "void" else ""
-            if check.name == "steps" and steps not in (None, made.get("expected")):
-                reason = (
-                    f"it compares with {made.get('expected')} steps, the attempt was to make"
-                    f" {steps}"
-                )
+            wanted = check.check.get("expected")
+            if check.name == "steps" and steps not in (None, wanted):
+                reason = f"it compares with {wanted} steps, the attempt was to make {steps}"
             if check.failed:
                 failed.setdefault(check.name, []).append((check.severity, rank.rank, check.details))
             elif reason and void is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -351,7 +351,7 @@ class Rank:
         count = Counter(one.name for one in results)
         return [
             (
-                replace(one, state="void", details=f"made {count[one.name]} times; {one.details}")
+                one.as_void(f"made {count[one.name]} times; ")
                 if count[one.name] > 1 and not one.failed
                 else one
             )

@@ -183,7 +183,7 @@ def _failed_check(
     for check in rank.checks if rank.done else ():
         if check.name == signature.check and check.failed:
             text = [] if signature.actual is None else [math.nan]
-            if all(low <= each <= high for each in numbers_of(check.actual) or text):
+            if all(low <= each <= high for each in numbers_of(check.check.get("actual")) or text):
                 return f"check {check.name} failed ({check.details})"
     return None
 
