@@ -97,20 +97,22 @@ def test_noise_is_one_unit_in_the_last_place_and_draws_nothing_from_the_script()
 def test_samples_are_known_by_ids_that_the_mask_shows() -> None:
     nothing = lambda _: None  # noqa: E731
     ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
-    padded = RootBatch.of((), {"input_ids": ids, "attention_mask": mask, "labels": ids}, nothing)
-    short = RootBatch.of(
+    padded = RootBatch.of_call(
+        (), {"input_ids": ids, "attention_mask": mask, "labels": ids}, nothing
+    )
+    short = RootBatch.of_call(
         (), {"input_ids": ids[:1, :2].int(), "attention_mask": mask[:1, :2]}, nothing
     )
     assert padded.samples[0] == short.samples[0] and len(set(padded.samples)) == 2 == len(
         padded.labels
     )
     assert (
-        RootBatch.of((torch.ones(3, 2),), {}, nothing).samples
-        == RootBatch.of((torch.ones(1, 2),), {}, nothing).samples * 3
+        RootBatch.of_call((torch.ones(3, 2),), {}, nothing).samples
+        == RootBatch.of_call((torch.ones(1, 2),), {}, nothing).samples * 3
     )
-    assert RootBatch.of((), {}, nothing).samples == []
-    masked = RootBatch.of((), {"attention_mask": torch.ones_like(ids), "x": ids}, nothing)
-    assert masked.samples == RootBatch.of((ids,), {}, nothing).samples
+    assert RootBatch.of_call((), {}, nothing).samples == []
+    masked = RootBatch.of_call((), {"attention_mask": torch.ones_like(ids), "x": ids}, nothing)
+    assert masked.samples == RootBatch.of_call((ids,), {}, nothing).samples
 
 
 # What is recorded.

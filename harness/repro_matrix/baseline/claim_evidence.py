@@ -139,7 +139,7 @@ def compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision
                 ),
             )
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
-    shown = f"{metric.name}: {variant} {_shown(own)}, {other} {_shown(others)}{times}"
+    shown = f"{metric.name}: {variant} {_range(own)}, {other} {_range(others)}{times}"
     limits = [metric.factor * figure for figure in others]
     holds = {
         figure <= limit if metric.below else figure >= limit for figure in own for limit in limits
@@ -164,6 +164,6 @@ def _figures(row: Row | None, name: str) -> list[float]:
     ]
 
 
-def _shown(figures: Sequence[float]) -> str:
+def _range(figures: Sequence[float]) -> str:
     low, high = min(figures), max(figures)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"

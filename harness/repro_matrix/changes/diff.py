@@ -247,9 +247,9 @@ def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -
 
 
 def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> float:
-    """Return the chance of so few, or so many, of the counted ones among these attempts.
+    """Return the chance of as few, or as many, counted ones among these attempts.
 
-    The smaller one of both.
+    The smaller of the two.
     """
     counted_ones, everything = count + other_count, attempts + other_attempts
 

@@ -93,7 +93,7 @@ class Jobs:
         If ``stop`` is set, the jobs are cancelled. Raises ConfigError if SLURM refuses them.
         """
         while (queued := queue.look(_jobs(parts))) is None:
-            self._say("SLURM does not answer")
+            self._report_status("SLURM does not answer")
             if stop.wait(self.executor.poll_s):
                 return
         alive = _alive(queued)
@@ -132,7 +132,7 @@ class Jobs:
             except queue.TooMany as error:
                 self._held = True
                 if len(parts) == 1:
-                    return self._say(f"waiting to submit jobs: {error}")
+                    return self._report_status(f"waiting to submit jobs: {error}")
                 parts = parts[: len(parts) // 2]
                 continue
             except MeasureError as error:
@@ -155,7 +155,7 @@ class Jobs:
         """Read the queue once: which jobs wait, run, ended or got lost. Submit what is missing."""
         queued = queue.look(_jobs(parts))
         if queued is None:
-            return self._say("SLURM does not answer; the jobs go on")
+            return self._report_status("SLURM does not answer; the jobs go on")
         counts: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
         for part in _open(parts):
@@ -179,12 +179,12 @@ class Jobs:
         finished = sum(part.code is not None for part in parts)
         why = f" ({reasons.most_common(1)[0][0]})" if reasons else ""
         failed = sum(bool(part.problem) for part in parts)
-        self._say(
+        self._report_status(
             f"jobs: {counts['pending'] + len(waiting)} pending{why}, {counts['running']} running,"
             f" {finished} finished" + (f", {failed} failed" if failed else "")
         )
 
-    def _say(self, status: str) -> None:
+    def _report_status(self, status: str) -> None:
         if status != self._status:
             self._status = status
             self.say(status)

@@ -1,7 +1,7 @@
 """Compare a script with itself: configurations that must compute the same, on one stack.
 
 No side is trusted. A configuration is compared with the first one of each group that agrees; a
-difference that is there by design is not checked (traces.invariance). ``ConsistencyProber`` asks
+difference by design is not checked (traces.invariance). ``ConsistencyProber`` asks
 the same question at each probe of a search.
 """
 

@@ -20,7 +20,7 @@ from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack, version_differences
 from repro_matrix.errors import MeasureError
 from repro_matrix.launch.torchrun import COMMAND
-from repro_matrix.records.document import Document, Made
+from repro_matrix.records.document import Document, GradedAttempt
 from repro_matrix.results import runs
 from repro_matrix.runner.adhoc_case import Script
 from repro_matrix.runner.tracing import NOISE, stored_trace
@@ -77,7 +77,7 @@ class Traced:
 
     script: Script
     stack: Stack
-    made: Made
+    made: GradedAttempt
     trace: Trace
     document: Path
     launched: bool

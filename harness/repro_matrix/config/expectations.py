@@ -146,7 +146,7 @@ class Prediction(Strict):
     # harmless, or is not.
     outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
     metric: ExpectedMetric | None = None
-    condition: str | None = None  # the condition in words, for conditional(on what)
+    condition: str | None = None  # as text, for conditional(on what)
     # The variant that this one is compared with, if not the unfixed variant: one that
     # shares all but the change that the claim is about. The failure must reproduce there for the
     # prediction to be tried.

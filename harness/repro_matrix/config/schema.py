@@ -277,7 +277,7 @@ class Variant(Needy):
     # Beside the case's: the machine's facts that decide this variant's answer.
     depends_on_capabilities: list[Capability] = []
     invariants: Invariants | None = (
-        None  # laid over its strategy's, where the fix is to do without a part of it
+        None  # instead of its strategy's, where the fix gives up a part of the strategy
     )
 
 
@@ -486,7 +486,7 @@ class AdhocCase(Case):
     path: Path | None = None  # the script; None: a module
     plain: bool = False  # no launcher: the command's one process is rank 0
     single: bool = False  # it may be one process without a rank
-    failure: str = ""  # the failure in words; "": any failure
+    failure: str = ""  # a description of the failure; "": any failure
     log: str = ""  # the lines to keep from the ranks' logs
     metric: Metric | None = None
     checks: tuple[str, ...] = ()  # of its ranks' parameters when they end: replicas, finite

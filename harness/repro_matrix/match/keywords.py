@@ -20,7 +20,7 @@ _STATES = re.compile(r"(?i)error|exception|fail")
 
 
 @dataclass(frozen=True)
-class Asked:
+class LinePatterns:
     """Collect the patterns to try on lines with certain words."""
 
     readers: list[str]
@@ -101,10 +101,10 @@ class SignatureIndex:
         for each in self.words:
             self._parts.setdefault(max(each.split(), key=len), []).append(each)
         self._present, self._tokens = list[bytes](), set[bytes]()
-        self._asked: dict[tuple[bytes, ...], Asked | None] = {(): None}
+        self._patterns: dict[tuple[bytes, ...], LinePatterns | None] = {(): None}
 
-    def ask(self, shapes: set[bytes]) -> dict[bytes, Asked | None]:
-        """Return what lines without their digits are asked for; None without a word."""
+    def patterns_of(self, shapes: set[bytes]) -> dict[bytes, LinePatterns | None]:
+        """Return the patterns to try on each line without its digits; None: none."""
         text = b"\n".join(shapes)
         text += b"\n" + text.lower()
         tokens = set(text.split())
@@ -114,20 +114,22 @@ class SignatureIndex:
             self._present += self._parts.pop(part)
         words = [word for word in self._present if word in text]
         return {
-            shape: self._of(tuple(word for word in words if word in shape.lower() or word in shape))
+            shape: self._patterns_of(
+                tuple(word for word in words if word in shape.lower() or word in shape)
+            )
             for shape in shapes
         }
 
-    def _of(self, words: tuple[bytes, ...]) -> Asked | None:
-        if words not in self._asked:
-            asked = [
+    def _patterns_of(self, words: tuple[bytes, ...]) -> LinePatterns | None:
+        if words not in self._patterns:
+            wanted = [
                 self._wanted[at] for at in sorted({at for word in words for at in self.words[word]})
             ]
             kinds = ("readers", "patterns", "messages", "rules")
-            self._asked[words] = Asked(
-                *([what for each, what in asked if each == kind] for kind in kinds)
+            self._patterns[words] = LinePatterns(
+                *([what for each, what in wanted if each == kind] for kind in kinds)
             )
-        return self._asked[words]
+        return self._patterns[words]
 
 
 def _lenient(signature: Signature) -> Signature:

@@ -23,7 +23,7 @@ from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.grading.log_labels import HEADER, Labels, Line
 from repro_matrix.grading.tracebacks import Error, Errors
 from repro_matrix.match.collectives import Waits
-from repro_matrix.match.keywords import DIGITS, Asked, SignatureIndex
+from repro_matrix.match.keywords import DIGITS, LinePatterns, SignatureIndex
 from repro_matrix.match.lines import CutLine, unpack
 
 MAX_NOTES = 1000
@@ -317,11 +317,11 @@ _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
     """Scan the lines of a log."""
     found, errors, labels, remaining = Scanned(), Errors(), Labels(), iter(texts)
-    answers: dict[bytes, Asked | None] = {}
+    answers: dict[bytes, LinePatterns | None] = {}
     times: Counter[bytes] = Counter()
-    skipped: dict[bytes, tuple[int, str, Asked | None]] = {}
+    skipped: dict[bytes, tuple[int, str, LinePatterns | None]] = {}
 
-    def read(number: int, raw: str, asked: Asked | None) -> None:
+    def read(number: int, raw: str, patterns: LinePatterns | None) -> None:
         errors.quoted = HEADER in raw and bool(_QUOTES.search(raw, 0, raw.index(HEADER)))
         texts, problem = unpack(raw)
         if problem:
@@ -330,8 +330,8 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
             found.cut.add(number)
         for line in (labels.split(text, number) for text in texts):
             taken = errors.read(line) or errors.quoted
-            if asked:
-                _note(found, line, asked, errors, taken)
+            if patterns:
+                _note(found, line, patterns, errors, taken)
 
     while batch := list(islice(remaining, LINES)):
         text = " \n".join([*map(str.rstrip, batch), ""]).encode("utf-8", "replace")
@@ -343,22 +343,22 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
         if len(answers) > SHAPES:
             answers.clear()
             times.clear()
-        answers |= known.ask(set(shapes) - answers.keys())
+        answers |= known.patterns_of(set(shapes) - answers.keys())
         for number, raw, shape in zip(count(found.lines + 1), batch, shapes):
-            asked = answers[shape]
-            if not (asked or errors.busy):
+            patterns = answers[shape]
+            if not (patterns or errors.busy):
                 continue
-            alone = asked and not asked.exact and not errors.unfinished
+            alone = patterns and not patterns.exact and not errors.unfinished
             if alone and times[shape] == REPEATS:
-                skipped[shape] = (number, raw, asked)
+                skipped[shape] = (number, raw, patterns)
                 continue
-            read(number, raw, asked)
+            read(number, raw, patterns)
             if alone and not errors.unfinished and not names_end(raw):
                 times[shape] += 1
         found.lines += len(batch)
     errors.expire(sys.maxsize)
-    for number, raw, asked in sorted(skipped.values(), key=itemgetter(0)):
-        read(number, raw, asked)
+    for number, raw, patterns in sorted(skipped.values(), key=itemgetter(0)):
+        read(number, raw, patterns)
     errors.end()
     if found.progress.complete:
         found.unread.clear()  # a quoted error, or one that training went on after
@@ -370,16 +370,16 @@ def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
     return found
 
 
-def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool) -> None:
+def _note(found: Scanned, line: Line, patterns: LinePatterns, errors: Errors, taken: bool) -> None:
     """Note what a line shows, in a traceback or outside of it."""
     text = line.text
     if text.lstrip("[>^~ ").startswith('File "'):
         return
-    if "summary" in asked.readers:
+    if "summary" in patterns.readers:
         found.summary.read(text)
-    if "waits" in asked.readers:
+    if "waits" in patterns.readers:
         found.waits.read(line)
-    message, rule = asked.message_in(text), rule_of(text, asked.rules)
+    message, rule = patterns.message_in(text), rule_of(text, patterns.rules)
     if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
     elif rule and (not taken or rule.shows == "end") and not _mentions(rule, text):
@@ -387,17 +387,19 @@ def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool)
             errors.add_message(line, "", text)
         else:
             _find(found, line, rule)
-    if "done" in asked.readers:
+    if "done" in patterns.readers:
         if _DONE.search(text):
             found.progress.done = max(found.progress.done, line.number)
         if "will restart worker group" in text:
             found.progress.restarted = line.number
-    if "world" in asked.readers and not taken:
+    if "world" in patterns.readers and not taken:
         sizes = [int(size) for size in _WORLD.findall(text)]
         found.world = max(found.world, *sizes, 1 + (_TORCHRUN in text))
-    if "versions" in asked.readers:
+    if "versions" in patterns.readers:
         found.versions.read(text, line.number)
-    if len(found.notes) < MAX_NOTES and any(re.search(pattern, text) for pattern in asked.patterns):
+    if len(found.notes) < MAX_NOTES and any(
+        re.search(pattern, text) for pattern in patterns.patterns
+    ):
         warning = _WARNING.match(text)
         file, message_text = (warning["file"], warning["message"]) if warning else ("", text)
         found.notes.append(Note(line.number, message_text[:MAX_NOTE], file))

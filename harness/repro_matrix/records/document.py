@@ -46,7 +46,7 @@ SkipKind = Literal[
 ]
 
 
-class Made(TypedDict):
+class GradedAttempt(TypedDict):
     """One attempt of a variant and its outcome."""
 
     observation: Observation
@@ -75,7 +75,7 @@ class VariantRecord(TypedDict):
     fingerprint: NotRequired[str]
     planned: NotRequired[dict[str, Any]]
     settings: Settings
-    attempts: list[Made]
+    attempts: list[GradedAttempt]
 
 
 class StackRecord(TypedDict):

@@ -19,7 +19,7 @@ from repro_matrix.grading.observation import (
 )
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.attempt import RankRecord
-from repro_matrix.records.document import Document, Made, kind_of
+from repro_matrix.records.document import Document, GradedAttempt, kind_of
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.rows import Row, adapter
 
@@ -134,7 +134,7 @@ def with_catalog(row: Row, cases: Mapping[str, Case]) -> Row:
     return replace(row, **{names.get(name, name): value for name, value in found.items()})
 
 
-def _attempt(case: str, made: Made) -> dict[str, Any]:
+def _attempt(case: str, made: GradedAttempt) -> dict[str, Any]:
     outcome, launched = made["outcome"], made["observation"]["attempt"]
     records = [rank["record"] for rank in made["observation"]["ranks"]]
     greatest: dict[str, float] = {}
@@ -183,7 +183,7 @@ def _shorten(value: Any) -> Any:
     return value if len(text) <= 200 else text[:200]
 
 
-def _errors(made: Made) -> list[dict[str, Any]]:
+def _errors(made: GradedAttempt) -> list[dict[str, Any]]:
     """Return how ranks failed; ranks with the same error share an entry."""
     found: dict[str, dict[str, Any]] = {}
     first = made["outcome"]["primary"]["rank"] if made["outcome"]["primary"] else None
@@ -229,7 +229,7 @@ def _stacks(ranks: Sequence[RankRecord]) -> dict[str, list[str]]:
     return {rank: list(found[0].lines[:60][::-1]) for rank, found in threads.items() if found}
 
 
-def error_at(attempts: Iterable[Made]) -> str | None:
+def error_at(attempts: Iterable[GradedAttempt]) -> str | None:
     """Return ``file:line`` of the innermost frame of the first failure, if an attempt has one."""
     for attempt in attempts:
         primary = attempt["outcome"]["primary"]

@@ -33,7 +33,7 @@ from repro_matrix.grading.signature import match_attempt
 from repro_matrix.launch.torchrun import WORKER
 from repro_matrix.paths import file_state
 from repro_matrix.planning.cells import Cell
-from repro_matrix.records.document import Made
+from repro_matrix.records.document import GradedAttempt
 from repro_matrix.runner.script_failure import CHECKS, ScriptFailure
 from repro_matrix.runner.session import Request
 
@@ -411,7 +411,7 @@ def script_results(given: str | None) -> Path:
 # -- which known failure it is
 
 
-def known_failures(attempts: Sequence[Made], cases: Iterable[Case]) -> list[str]:
+def known_failures(attempts: Sequence[GradedAttempt], cases: Iterable[Case]) -> list[str]:
     """Return the slugs of the cases with a signature that matches the first attempt which failed.
 
     Only exceptions count: the meaning of a check or a log line depends on the case's own script."""

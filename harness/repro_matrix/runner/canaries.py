@@ -21,7 +21,7 @@ from repro_matrix.environment.profiles import Profile
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.records.document import Document, Made
+from repro_matrix.records.document import Document, GradedAttempt
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import Workplace
@@ -180,9 +180,9 @@ def _describe_problem(
     return f"{what}; nothing was measured: {'; '.join([*_nccl_errors(documents), *problems])}"
 
 
-def _attempts(document: Document) -> list[Made]:
+def _attempts(document: Document) -> list[GradedAttempt]:
     return [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
 
 
-def _lacks_gpus(attempt: Made) -> bool:
+def _lacks_gpus(attempt: GradedAttempt) -> bool:
     return attempt["outcome"].get("infra_error") == "not_enough_gpus"

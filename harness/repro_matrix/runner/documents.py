@@ -16,7 +16,7 @@ from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import (
     Accelerator,
     Document,
-    Made,
+    GradedAttempt,
     Probe,
     Provenance,
     VariantRecord,
@@ -121,7 +121,7 @@ def take_over(
     for name, before in older["variants"].items():
         usable = _usable(before["attempts"])
         same = here and before.get("fingerprint") == now.get(name) and name in case.variants
-        regraded: list[Made] = [
+        regraded: list[GradedAttempt] = [
             {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()}
             for a in usable
             if same
@@ -135,13 +135,13 @@ def take_over(
         document["provenance"] = {**older["provenance"], "ended": None}
 
 
-def _usable(attempts: Sequence[Made]) -> list[Made]:
+def _usable(attempts: Sequence[GradedAttempt]) -> list[GradedAttempt]:
     """Return the attempts that are evidence, and errors that must not be hidden.
 
     These are what the attempts repeated, and errors that a GPU or the program caused: a new attempt
     would hide that they did not occur again.
     """
-    found: list[Made] = []
+    found: list[GradedAttempt] = []
     repeated: list[Any] = []
     for each in reversed(attempts):
         error, outcome = each["observation"]["infra_error"], each["outcome"]

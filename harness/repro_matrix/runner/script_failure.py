@@ -12,7 +12,7 @@ from repro_matrix.config.schema import Metric, Signature
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.failure_text import comparable_text
 from repro_matrix.grading.observation import RaisedException, raised_chain
-from repro_matrix.records.document import Made
+from repro_matrix.records.document import GradedAttempt
 from repro_matrix.records.outcome import Outcome
 
 SIGNATURE = "failure"
@@ -169,7 +169,7 @@ OPTIONS: dict[str, Callable[[Any], ScriptFailure]] = {
 }
 
 
-def learned(outcome: Outcome, made: Made) -> ScriptFailure | None:
+def learned(outcome: Outcome, made: GradedAttempt) -> ScriptFailure | None:
     """Return exactly the failure of an attempt, so that no other counts; None without a failure."""
     primary = outcome.primary
     if primary is None:

@@ -20,7 +20,7 @@ from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.grading.observation import Evidence, parse_threads
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.records.attempt import Observation
-from repro_matrix.records.document import Document, Made
+from repro_matrix.records.document import Document, GradedAttempt
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.runner.adhoc_case import DEADLINE_S, Script, in_shell
 from repro_matrix.runner.script_failure import CHECKS, ScriptFailure, learned, normal
@@ -174,7 +174,7 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
         yield f"  note: {note}"
 
 
-def _label(made: Made) -> str:
+def _label(made: GradedAttempt) -> str:
     outcome = made["outcome"]
     if outcome["infra_error"] == "missing_check" and outcome["check"] is not None:
         return "not checked"  # the script ended well, and a check of it was not possible
@@ -184,7 +184,7 @@ def _label(made: Made) -> str:
     return "check failed" if failed else outcome["outcome"]
 
 
-def _checked(case: AdhocCase, made: Made) -> Iterator[str]:
+def _checked(case: AdhocCase, made: GradedAttempt) -> Iterator[str]:
     """Yield what was checked of the numbers; of a script that passed: that nothing was."""
     record = made["observation"]["ranks"][0]["record"] if made["observation"]["ranks"] else None
     for check in record["checks"] if record else ():
@@ -196,7 +196,7 @@ def _checked(case: AdhocCase, made: Made) -> Iterator[str]:
         )
 
 
-def _first_failure(made: Made) -> Iterator[str]:
+def _first_failure(made: GradedAttempt) -> Iterator[str]:
     """Yield the innermost frames and the failure as --error takes it, else the last log lines."""
     primary = made["outcome"]["primary"]
     if not primary:

@@ -54,7 +54,7 @@ class RootBatch:
     length: int = 0
 
     @staticmethod
-    def of(
+    def of_call(
         args: Sequence[Any],
         kwargs: Dict[str, Any],
         maker: Callable[[torch.Tensor], Optional[RootBatch]],

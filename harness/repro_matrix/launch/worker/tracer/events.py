@@ -197,7 +197,7 @@ class Tracer:
                     f" {QUIET_CALLS}"
                 )
             self.recording = False
-        batch = RootBatch.of(args, kwargs, functools.partial(self._maker, root))
+        batch = RootBatch.of_call(args, kwargs, functools.partial(self._maker, root))
         self.root, self.grad = root, grad
         self._begin_batch(batch)
         self.add("batch", root=root, grad=grad, samples=batch.samples, labels=batch.labels)
