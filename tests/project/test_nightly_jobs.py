@@ -108,7 +108,7 @@ def test_exhaustive_workflow_has_each_older_stack_and_calls_targets_of_make() ->
     called = {
         step["run"].split()[1] for job in jobs.values() for step in job["steps"] if "run" in step
     }
-    assert {"test-all", "smoke", "crowded"} <= called <= targets
+    assert {"test-all", "smoke", "crowded", "repro-matrix"} <= called <= targets
 
 
 def validate(path: Path, schema: str) -> subprocess.CompletedProcess[str]:
