@@ -144,7 +144,7 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; `repro --help` lists them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    gc.set_threshold(100_000)  # stored results are millions of objects: a third of the time to read
+    gc.set_threshold(100_000)  # the default takes a third of the time in which results are read
     if sys.stdout is None:  # the caller closed it
         print(
             "repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr
