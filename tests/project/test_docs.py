@@ -7,7 +7,6 @@ run by test_wheel, the nightly job by test_nightly_jobs.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
