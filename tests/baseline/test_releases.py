@@ -33,7 +33,7 @@ def test_package_that_decides_and_its_ranges() -> None:
     found = of(
         entry("SIGNATURE_MISMATCH", "4.37.0", bounds=">=4.37,<4.38"),
         entry("FIXED", "4.38.0", "4.43.1", ">=4.38,<=4.43.1"),
-        entry("NOT_FIXED", "4.43.2", "4.43.4", ">=4.43.2,<4.44", torch="2.2.2"),
+        entry("NOT_FIXED", "4.43.2", "4.43.4", ">=4.43.2,<4.44"),
         entry("NOT_REPRODUCED", "4.44.0", "5.23.0", ">=4.44,<5.24"),
     )
     assert found.package == "transformers"
@@ -42,10 +42,10 @@ def test_package_that_decides_and_its_ranges() -> None:
         ("reproduces", "4.38.0", "4.43.4", True),
         ("absent", "4.44.0", "5.23.0", True),
     ]
-    assert found.ended == "in transformers 4.44.0"
+    assert found.began == "" and found.ended == "in transformers 4.44.0"
     assert (
-        found.sentence
-        == "reproduces in transformers 4.38.0 to 4.43.4; fixed in transformers 4.44.0"
+        found.sentence == "reproduces in transformers 4.38.0 to 4.43.4; another error in 4.37.0;"
+        " fixed in transformers 4.44.0"
     )
 
 
@@ -82,6 +82,18 @@ def test_failure_that_no_release_changes() -> None:
 def test_a_release_is_to_blame_only_where_nothing_else_differs(torch: str, alone: bool) -> None:
     found = of(entry("NOT_REPRODUCED", "4.44.0"), entry("FIXED", "5.1.0", torch=torch))
     assert found.ranges[-1].alone == alone
+    assert found.began == "between transformers 4.44.0 and 5.1.0" + (
+        "" if alone else ", where other packages differ too"
+    )
+
+
+def test_two_measured_releases_are_a_history() -> None:
+    """accelerate-fsdp2-optim-load was measured on two releases, and `repro show` had no history."""
+    found = of(entry("FIXED", "4.38.0"), entry("NOT_REPRODUCED", "4.40.0"))
+    assert found.sentence == (
+        "reproduces in transformers 4.38.0 (oldest measured);"
+        " fixed between transformers 4.38.0 and 4.40.0"
+    )
 
 
 VERDICTS = st.sampled_from(["FIXED", "NOT_REPRODUCED", "SIGNATURE_MISMATCH"])

@@ -17,8 +17,7 @@ from packaging.version import Version
 from repro_matrix.baseline.releases import STATES, releases_of
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
-
-ORDERING = ("torch", "transformers")
+from repro_matrix.config.vocabulary import UPSTREAM
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,17 @@ def _nearest(entries: Sequence[Expectation], versions: Mapping[str, str]) -> Map
     ends = [(entry, end) for entry in entries for end in entry.measured_at]
     minors = {
         name: sorted({_minor(each[name]) for _, each in [*ends, (None, versions)] if name in each})
-        for name in ORDERING
+        for name in UPSTREAM
     }
 
     def nearness(entry: Expectation, end: Mapping[str, str]) -> tuple[object, ...]:
         away = [
             abs(minors[name].index(_minor(end[name])) - minors[name].index(_minor(versions[name])))
-            for name in ORDERING
             if name in versions and name in end
+            else 0
+            for name in UPSTREAM
         ]
-        newest = [Version(end.get(name, "0")).release for name in ORDERING]
+        newest = [Version(end.get(name, "0")).release for name in UPSTREAM]
         return (*(-each for each in away), -_packages_outside(entry, versions), newest)
 
     return max(ends, key=lambda each: nearness(*each))[1]

@@ -73,8 +73,10 @@ class Releases:
             return ", ".join(f"{name} {each.span}" for name, each in self.every.items())
         if not found:
             return ""
-        newest = " (newest measured)" if found[-1] is self.ranges[-1] else ""
-        return f"{self.package} {', '.join(each.span for each in found)}{newest}"
+        ends = {"oldest": found[0] is self.ranges[0], "newest": found[-1] is self.ranges[-1]}
+        reached = " and ".join(name for name, reaches in ends.items() if reaches)
+        note = f" ({reached} measured)" if reached else ""
+        return f"{self.package} {', '.join(each.span for each in found)}{note}"
 
     @property
     def after(self) -> ReleaseRange | None:
@@ -90,24 +92,44 @@ class Releases:
 
         If releases in between were not measured: ``between transformers 4.57.6 and 5.0.0``.
         """
-        if not self.after:
-            return ""
-        before = self.ranges[self.ranges.index(self.after) - 1]
-        if self.after.follows:
-            return f"in {self.package} {self.after.first}"
-        return f"between {self.package} {before.last} and {self.after.first}"
+        return self._beginning(self.ranges.index(self.after)) if self.after else ""
+
+    @property
+    def began(self) -> str:
+        """Say when the failure began, as ``ended``; "" if no older release was without it."""
+        states = [each.state for each in self.ranges]
+        first = states.index("reproduces") if "reproduces" in states else 0
+        return self._beginning(first) if first and states[first - 1] == "absent" else ""
+
+    def _beginning(self, index: int) -> str:
+        before, found = self.ranges[index - 1 : index + 1]
+        if found.follows:
+            text = f"in {self.package} {found.first}"
+        else:
+            text = f"between {self.package} {before.last} and {found.first}"
+        return text if found.alone else f"{text}, where other packages differ too"
 
     @property
     def sentence(self) -> str:
         """Describe the whole history in a sentence; "" if only one release was measured."""
-        spans = (*self.ranges, *self.every.values())
-        if not self.reproduces or all(each.first == each.last for each in spans):
+        spans = (*self.ranges[:1], *self.every.values())
+        measured_once = not self.ranges[1:] and all(each.first == each.last for each in spans)
+        if not self.reproduces or measured_once:
             return ""
-        verb = ""
+        parts = [f"reproduces in {self.reproduces}"]
+        if self.began:
+            parts.append(f"began {self.began}")
+        others = [
+            each.span
+            for each in self.ranges
+            if each.state == "other_failure" and each is not self.after
+        ]
+        if others:
+            parts.append(f"another error in {', '.join(others)}")
         if self.after:
             verb = "fixed" if self.after.state == "absent" else "replaced by another error"
-            verb = f"; {verb} "
-        return f"reproduces in {self.reproduces}{verb}{self.ended}"
+            parts.append(f"{verb} {self.ended}")
+        return "; ".join(parts)
 
 
 Point = tuple[State, Expectation]
@@ -136,7 +158,11 @@ def releases_of(case: Case) -> Releases:
         required = {Requirement(each).name for each in case.requires.packages}
         best = min(varying, key=lambda name: (mixed(name), name not in required))
         return Releases(best, varying[best])
-    relevant = ["torch", "transformers", *(each.package or "" for each in case.signatures)]
+    relevant = [
+        *("torch", "transformers"),
+        *(Requirement(each).name for each in case.requires.packages),
+        *(each.package or "" for each in case.signatures),
+    ]
     every = {name: found[name][0] for name in dict.fromkeys(relevant) if name in found}
     return Releases(*next(iter(found.items())), every) if found else Releases()
 

@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.baseline.releases import STATES, Releases, releases_of
 from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.records.outcome import NOTHING_STORED
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
@@ -147,8 +148,8 @@ def is_failing_fix(row: Row) -> bool:
 
 
 def age(row: Row) -> tuple[Version, ...]:
-    """Return the releases of torch and transformers, to sort stacks by."""
-    return tuple(release(row.stack.versions.get(name, "0")) for name in ("torch", "transformers"))
+    """Return the releases to sort stacks by, those of torch and transformers first."""
+    return tuple(release(row.stack.versions.get(name, "0")) for name in UPSTREAM)
 
 
 @lru_cache(maxsize=1000)
