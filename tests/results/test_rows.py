@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -28,7 +29,7 @@ from repro_matrix.results import runs, summary
 from repro_matrix.results.projection import with_catalog
 from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import Store, write_json
-from repro_matrix.results.summary import SUMMARY, load_rows, write_rows
+from repro_matrix.results.summary import SUMMARY, load_rows, lost, write_rows
 
 CASE = "fsdp-generate-uneven"
 
@@ -222,6 +223,11 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
         {"verdict": "differences", "truncated": "damaged"}.get(how, "edited")
     ]
     assert found and all(rows[0].evidence in text or how == "verdict" for text in found)
+    notes: list[str] = []
+    left = {row.evidence for row in load_rows(folder, cases, notes)}
+    contradicts = how in ("fingerprint", "record", "versions", "truncated")
+    assert (rows[0].evidence in left) != contradicts, "a report does not grade it"
+    assert any(rows[0].evidence in text for text in lost(notes)) == contradicts
 
 
 @pytest.mark.parametrize("how", ["missing", "older", "edited", "lacks a cell"])
@@ -243,7 +249,11 @@ def test_rows_of_stacks_does_not_trust_a_summary_that_is_behind_its_evidence(
         row.variant for row in rows if row.evidence == rows[0].evidence and row.verdict == "FIXED"
     )
     document = json.loads(file.read_bytes())
-    document["variants"][fix]["attempts"] = document["variants"]["unfixed"]["attempts"]
+    changed = document["variants"][fix]
+    changed["attempts"] = copy.deepcopy(document["variants"]["unfixed"]["attempts"])
+    for number, each in enumerate(changed["attempts"]):
+        own = {"id": f"changed-{number}", "fingerprint": changed["fingerprint"]}
+        each["observation"]["attempt"].update(own)
     if how == "edited":
         path.write_bytes(path.read_bytes().replace(b"reproduced", b"Reproduced", 1))
     elif how == "lacks a cell":

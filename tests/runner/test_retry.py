@@ -99,7 +99,9 @@ def test_take_over_keeps_an_asynchronous_error_that_did_not_occur_again() -> Non
         """How many are kept and are still missing, of one attempt; how many of all are lost
         (results/rows.py)."""
         stored, new = older(), begun()
-        stored["variants"]["fix"]["attempts"] = list(before)
+        stored["variants"]["fix"]["attempts"] = made_before = copy.deepcopy(list(before))
+        for number, each in enumerate(made_before):
+            each["observation"]["attempt"]["id"] = f"attempt-{number}"
         kept(stored, now=new)
         missing = [variant for variant, _ in missing_attempts(new, plan(repeat=1))].count("fix")
         rows = {row.variant: row for row in summary_rows(new)}
@@ -124,6 +126,9 @@ def test_take_over_with_another_fingerprint_machine_or_skip_keeps_nothing() -> N
     forged = older()
     forged["variants"]["fix"]["fingerprint"] = "other"
     assert kept(forged)[0]["fix"] == 0, "what the document says of its variant is compared, too"
+    copied = copy.deepcopy(older())
+    copied["variants"]["fix"]["attempts"][0]["observation"]["attempt"]["fingerprint"] = "other"
+    assert kept(copied)[0]["fix"] == 0, "an attempt that was launched as another variant"
 
 
 def test_take_over_keeps_an_unselected_variant_with_the_same_fingerprint() -> None:

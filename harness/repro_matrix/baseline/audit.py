@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from repro_matrix.baseline.derivation import published_place, unsupported
-from repro_matrix.baseline.refusals import inconsistencies
 from repro_matrix.config.schema import Case
 from repro_matrix.records.document import Document
 from repro_matrix.results import summary
+from repro_matrix.results.inconsistencies import inconsistencies
 from repro_matrix.results.rows import Row
 from repro_matrix.results.store import Store
 

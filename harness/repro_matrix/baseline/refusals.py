@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.expected import machine, same_release
+from repro_matrix.grading.expected import machine
 from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.records.document import Document
+from repro_matrix.results.inconsistencies import inconsistencies
 from repro_matrix.text import counted
 
 ATTEMPTS = 3  # of each variant that ran; fewer may be chance
@@ -89,53 +90,6 @@ def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[st
             )
     for reason in inconsistencies(document):
         yield "", f"edited: {reason}"
-
-
-def inconsistencies(document: Document) -> Iterator[str]:
-    """Yield how a document's evidence contradicts itself.
-
-    It was edited, or assembled from several measurements.
-    """
-    seen: set[str] = set()
-    for name, variant in document["variants"].items():
-        settings = variant.get("settings") or {}
-        if (
-            settings.get("variant", name) != name
-            or settings.get("case", document["case"]) != document["case"]
-        ):
-            yield (
-                f"variant {name}: its settings are those of {settings['case']}, variant"
-                f" {settings['variant']}"
-            )
-        for index, made in enumerate(variant["attempts"]):
-            attempt, place = made["observation"]["attempt"], f"variant {name}, attempt {index}"
-            if attempt["id"] in seen:
-                yield f"{place}: a copy of another attempt ({attempt['id']})"
-            seen.add(attempt["id"])
-            launched, planned = attempt.get("fingerprint"), attempt.get("versions", {})
-            if launched and launched != variant.get("fingerprint"):
-                yield (
-                    f"{place}: launched under fingerprint {launched}, the variant has"
-                    f" {variant.get('fingerprint')}"
-                )
-            for rank in made["observation"]["ranks"]:
-                record, pid = rank["record"], rank.get("pid")
-                if record is None:
-                    continue
-                if record["rank"] != rank["rank"] or (
-                    pid is not None and record.get("pid") not in (None, pid)
-                ):
-                    yield (
-                        f"{place}: the record of rank {rank['rank']} was written by another process"
-                    )
-                for package, version in record["versions"].items():
-                    if version != "unknown" and not same_release(
-                        version, planned.get(package, version)
-                    ):
-                        yield (
-                            f"{place}: rank {rank['rank']} had {package} {version}, planned was"
-                            f" {planned[package]}"
-                        )
 
 
 def never_reproduced(case: Case, documents: Iterable[Document]) -> str:

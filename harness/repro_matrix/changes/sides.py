@@ -19,12 +19,12 @@ from repro_matrix.results.summary import load_rows
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
 
-def patterns_of(texts: Iterable[str]) -> dict[str, list[str]]:
+def patterns_of(texts: Iterable[str], axes: Sequence[str] = AXES) -> dict[str, list[str]]:
     """Return axis -> patterns of ``NAME=GLOB,...``. Raises ConfigError: no such axis."""
     found = {}
     for name, equals, value in (text.partition("=") for text in texts):
-        if not equals or name not in AXES:
-            raise unknown("axis", name, AXES)
+        if not equals or name not in axes:
+            raise unknown("axis", name, axes)
         found[name] = [part.strip() for part in value.split(",")]
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from repro_matrix.changes.sides import patterns_of
+from repro_matrix.changes.sides import AXES, patterns_of
 from repro_matrix.cli import options
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
@@ -67,7 +67,8 @@ def main(args: options.Arguments) -> int:
         ]
     if args.site and (args.output or args.format != "html"):
         raise ConfigError("--site writes its own files: remove --output and --format")
-    selection = patterns_of(word for word in args.overrides if "=" in word)
+    words = (word for word in args.overrides if "=" in word)
+    selection = patterns_of(words, (*AXES, "area", "silent"))
     target = _target(args, folders, results_root, "-selected" if selection else "")
     history = Path(args.history).expanduser() if args.history else None
     found = load_results(folders, selection, history)

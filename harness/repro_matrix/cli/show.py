@@ -238,7 +238,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str
         )
         yield "Where this one does:"
     elif found.absent:
-        yield "it does not reproduce with these packages (see Releases). Where it does:"
+        yield "it does not reproduce with these packages (see Releases). Where it does, this helps:"
     helps = [name for name in found.helps if name not in stopped]
     if not helps:
         yield "no fix is known to work; see the variants above."

@@ -135,6 +135,8 @@ class Headline(ResultCounts):
         if len(commits) == 1:
             changed = " with changed files" if any(row.dirty for row in rows) else ""
             parts.append(f"commit {commits.pop()}{changed}")
+        if edited := dict.fromkeys(note for row in rows for note in row.stack.changed):
+            parts.append(f"in a changed environment: {list_some(list(edited))}")
         parts.append(datetime.fromtimestamp(end, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
         if end - start < 86_400:
             parts.append(duration(seconds))

@@ -121,7 +121,7 @@ def load_results(
         rows = [
             _for_report(row, folder, catalog.cases) for row in found if row.case in catalog.cases
         ]
-        rows = [row for row in rows if _is_selected(row, selection or {})]
+        rows = [row for row in rows if _is_selected(row, catalog.cases[row.case], selection or {})]
         expired += quarantine.expired(rows, entries, today)
         cells += cells_of(rows, name if len(folders) > 1 else "")
     rows = quarantine.mark_rows([row for cell in cells for row in cell.rows], entries, today)
@@ -170,9 +170,11 @@ def _for_report(row: Row, folder: Path, cases: Mapping[str, Case]) -> Row:
     return row
 
 
-def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
+def _is_selected(row: Row, case: Case, selection: Mapping[str, Sequence[str]]) -> bool:
     values = dict(
-        zip(AXES, (row.case, row.model, row.strategy, row.stack.name, row.hardware.profile))
+        zip(AXES, (row.case, row.model, row.strategy, row.stack.name, row.hardware.profile)),
+        area=case.area or "",
+        silent=str(case.silent).lower(),
     )
     return all(
         any(fnmatchcase(values[axis], one) for one in patterns)

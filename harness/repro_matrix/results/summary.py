@@ -28,6 +28,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.document import Document, DocumentPath
+from repro_matrix.results.inconsistencies import inconsistencies
 from repro_matrix.results.projection import rows_of, with_catalog
 from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import (
@@ -79,12 +80,18 @@ def load_rows(
             )
             cells[path] = rows if fresh else []
     results = Store(folder)
-    stale = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
+    read = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
+    stale = {path: document for path, document in read.items() if document}
+    edited = {path: reason for path, each in stale.items() for reason in inconsistencies(each)}
     graded = grade_documents(
-        folder, {path: document for path, document in stale.items() if document}, cases
+        folder, {path: each for path, each in stale.items() if path not in edited}, cases
     )
     cells |= rows_of_cells(graded, cases, states)
     notes += [f"{text}. The cell is left out." for text in results.damaged]
+    notes += [
+        f"{folder / path}: damaged: edited: {reason}. The cell is left out."
+        for path, reason in edited.items()
+    ]
     result = [with_catalog(row, cases) for rows in cells.values() for row in rows]
     missing = {
         path: rows
@@ -101,7 +108,7 @@ def load_rows(
         " again."
         for name in missing_cells(folder, chain(result, *missing.values()), notes)
     ]
-    if write and stale:
+    if write and graded:
         with suppress(OSError):  # the next reader names what is missing, too
             write_rows(folder, [*result, *chain.from_iterable(missing.values())])
     return result

@@ -21,6 +21,7 @@ from repro_matrix.records.document import (
     Provenance,
     VariantRecord,
 )
+from repro_matrix.results.inconsistencies import inconsistencies
 from repro_matrix.results.store import stack_label
 
 if TYPE_CHECKING:
@@ -120,7 +121,12 @@ def take_over(
     whole = True
     for name, before in older["variants"].items():
         usable = _usable(before["attempts"])
-        same = here and before.get("fingerprint") == now.get(name) and name in case.variants
+        same = (
+            here
+            and before.get("fingerprint") == now.get(name)
+            and name in case.variants
+            and not any(inconsistencies(older, name))
+        )
         regraded: list[GradedAttempt] = [
             {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()}
             for a in usable

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
+from repro_matrix.config.vocabulary import RELEVANT, TRAINERS
 from repro_matrix.environment.stacks.spec import (
     Stack,
     inspect_python,
     short_hash,
 )
 
-COMPARED = sorted({*UPSTREAM, *TRAINERS})  # packages whose files are compared with their RECORD
+COMPARED = sorted(
+    {*RELEVANT, *TRAINERS} - {"python"}
+)  # packages whose files are compared with their RECORD
 COMPILED_OR_SOURCE = (".py", ".so", ".pyd")
 
 
