@@ -67,6 +67,18 @@ def test_report_writes_a_page_a_site_and_the_formats(
         assert (folder.parent / name).stat().st_size > 50
 
 
+def test_report_selects_by_area_and_silence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def code(*words: str) -> int:
+        return main(["report", str(folder), "--format", "text", *words])
+
+    assert (code("silent=false"), code("silent=true")) == (0, 2)
+    assert (code("area=s*,launch"), code("area=data")) == (0, 2)
+    assert "unknown axis" not in capsys.readouterr().err
+    assert code("sillent=true") == 2 and "did you mean 'silent'" in capsys.readouterr().err
+
+
 def test_another_distribution_adds_a_format(
     folder: Path,
     tmp_path: Path,
