@@ -87,6 +87,16 @@ def test_a_release_is_to_blame_only_where_nothing_else_differs(torch: str, alone
     )
 
 
+def test_fix_that_another_error_hid_is_named() -> None:
+    found = of(
+        entry("FIXED", "4.38.0"),
+        entry("SIGNATURE_MISMATCH", "4.39.0"),
+        entry("NOT_REPRODUCED", "4.40.0"),
+    )
+    assert found.after and found.after.first == "4.39.0"
+    assert found.fixed == "between transformers 4.39.0 and 4.40.0"
+
+
 def test_two_measured_releases_are_a_history() -> None:
     """accelerate-fsdp2-optim-load was measured on two releases, and `repro show` had no history."""
     found = of(entry("FIXED", "4.38.0"), entry("NOT_REPRODUCED", "4.40.0"))

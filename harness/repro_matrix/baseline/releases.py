@@ -95,6 +95,15 @@ class Releases:
         return self._beginning(self.ranges.index(self.after)) if self.after else ""
 
     @property
+    def fixed(self) -> str:
+        """Say when it passed again, as ``ended``: another error may have hidden it before."""
+        if not self.after:
+            return ""
+        later = range(self.ranges.index(self.after), len(self.ranges))
+        passing = (index for index in later if self.ranges[index].state == "absent")
+        return next(map(self._beginning, passing), "")
+
+    @property
     def began(self) -> str:
         """Say when the failure began, as ``ended``; "" if no older release was without it."""
         states = [each.state for each in self.ranges]
@@ -126,9 +135,10 @@ class Releases:
         ]
         if others:
             parts.append(f"another error in {', '.join(others)}")
-        if self.after:
-            verb = "fixed" if self.after.state == "absent" else "replaced by another error"
-            parts.append(f"{verb} {self.ended}")
+        if self.after and self.after.state == "other_failure":
+            parts.append(f"replaced by another error {self.ended}")
+        if self.fixed:
+            parts.append(f"fixed {self.fixed}")
         return "; ".join(parts)
 
 

@@ -132,10 +132,10 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
             for row in rows
         ):
             return "absent", GONE  # on a release on which it did
-        ended = releases.ended if releases.after and releases.after.state == "absent" else ""
-        if ended and any(row.stack.changed for row in first):
+        if releases.fixed and any(row.stack.changed for row in first):
             return "absent", "its packages are not as they were installed"
-        return ("fixed", ended or "upstream") if upstream or ended else ("absent", "")
+        fixed = upstream or releases.fixed
+        return ("fixed", releases.fixed or "upstream") if fixed else ("absent", "")
     failures = dict.fromkeys(
         name for row in first for each in row.evidence_attempts for name in each.failures
     )
