@@ -120,6 +120,19 @@ def test_kinds_of_data(
     assert (bool(wrong), bool(unknown)) == (is_wrong, is_unknown) and remark in compared
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "remarked"),
+    [([2, 0], [2, 0], True), ([2, 0], [0, 2], False), ([0, 2], [0, 2], False)],
+    ids=["set_epoch is missing", "shuffled anew", "not shuffled"],
+)
+def test_epochs_with_one_shuffled_order_are_remarked(
+    first: list[int], second: list[int], remarked: bool
+) -> None:
+    own = [epoch(first, 4), epoch(second, 4)]
+    compared, wrong, unknown = compare_samples(ranks(own, [epoch([1, 3], 4), epoch([1, 3], 4)]))
+    assert (wrong, unknown) == ([], "") and ("set_epoch" in compared) == remarked
+
+
 def test_few_samples_of_equal_content_may_be_duplicates_of_the_data() -> None:
     one, other = list(range(50)), list(range(49, 99))
     exact = compare_samples(ranks([epoch(one, None)], [epoch(other, None)]))

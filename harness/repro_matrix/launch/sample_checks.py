@@ -59,6 +59,8 @@ def compare_samples(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
     )
     if numbers[0] > 1 and all(map(_is_one_part, epochs)):
         unknown.append(f"each of {numbers[0]} epochs ended early, on the same samples")
+    if any(map(_has_one_order, epochs)):
+        remarks.insert(0, "all epochs have the same shuffled order: is set_epoch called?")
     return "; ".join([compared, *remarks[:4]]), wrong, next(iter(unknown), "")
 
 
@@ -75,6 +77,16 @@ def _is_one_part(epochs: Sequence[Json]) -> bool:
     return (
         not any(each["finished"] for each in epochs)
         and len({frozenset(each["samples"]) for each in epochs}) == 1
+    )
+
+
+def _has_one_order(epochs: Sequence[Json]) -> bool:
+    """Return whether a rank's sampler shuffles, but in each epoch alike."""
+    orders = [each["samples"] for each in epochs if each["exact"] and each["finished"]]
+    return (
+        len(orders) > 1
+        and orders[0] != sorted(orders[0])
+        and all(one == other for one, other in pairwise(orders))
     )
 
 
