@@ -14,9 +14,12 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
+from repro_matrix.environment.stacks.spec import StackError
+from repro_matrix.errors import ReproError
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.runner import prerequisites, session
 from repro_matrix.runner.prerequisites import download, with_weights
 
 CATALOGUE = catalogue.load()
@@ -83,3 +86,26 @@ def test_download_failure_gives_the_reason(stack: Stack) -> None:
     ]:
         problem = download(stack, name)
         assert problem and problem.startswith(f"weights=hub: {name}") and reason in problem
+
+
+@pytest.mark.parametrize(("case", "built"), [("fsdp2-optimizer-first", 0), ("ddp-ready-once", 1)])
+def test_stack_is_built_only_if_its_pins_let_something_run(
+    case: str, built: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`repro run` built a stack for minutes, and then skipped every variant on it."""
+    resolved: list[str] = []
+
+    def resolve(name: str) -> Stack:
+        resolved.append(name)
+        raise StackError(name, "not built in this test")
+
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    monkeypatch.setattr(prerequisites, "resolve", resolve)
+    words = [f"case={case}", "stack=colossalai", "variants=[unfixed]", "hardware=cpu"]
+    if built:
+        with pytest.raises(ReproError, match="not built in this test"):
+            session.prepare(words, build_stacks=True)
+    else:
+        (variant,) = session.prepare(words, build_stacks=True).plans[0].variants
+        assert variant.skipped and "torch>=2.7 (it has 2.4.1)" in variant.skipped
+    assert len(resolved) == built

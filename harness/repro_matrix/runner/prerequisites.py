@@ -192,12 +192,30 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
             else:
                 session.unavailable[name] = f"it is not built here: `repro stack build {name}`"
             continue
-        if not there and build:
-            log(f"building stack {name}; this takes minutes, once")
         try:
+            if not there and build:
+                pinned = described(name)
+                if pinned and not _runs_on(session, cells, pinned):
+                    session.to_build[name] = pinned  # the plan says why nothing runs on it
+                    continue
+                log(f"building stack {name}; this takes minutes, once")
             session.stacks[name] = resolve(name)
         except StackError as error:
             session.unavailable[name] = str(error)
+
+
+def _runs_on(session: Session, cells: Iterable[matrix.Cell], stack: Stack) -> bool:
+    """Return whether any variant would be launched on this stack, by the versions that it pins."""
+    own = [cell for cell in cells if cell.stack == stack.name]
+    planner = Planner(
+        session.catalogue,
+        session.settings,
+        {profile.name: profile for profile in session.profiles},
+        session.machine,
+        {stack.name: stack},
+        {cell.case: "" for cell in own},
+    )
+    return any(not each.skipped for plan in planner.plan(own) for each in plan.variants)
 
 
 def _stacks_of_variants(

@@ -177,7 +177,10 @@ def one_case(name: str) -> Case:
     """Return a case by its slug, or raise ConfigError."""
     cases = catalog.load().cases
     if name not in cases:
-        raise unknown("case", name, cases, "the first argument is a case")
+        where = "the first argument is a case"
+        if name.endswith(".py"):
+            where += "; `repro run SCRIPT --check data` checks a script"
+        raise unknown("case", name, cases, where)
     return cases[name]
 
 
