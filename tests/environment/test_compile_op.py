@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,27 @@ def test_compile_keeps_a_lock_that_a_process_holds(stack: Stack) -> None:
     with open(Path(stack.extensions_dir) / "op" / "lock", "w") as lock:
         assert "not released" in str(compile_op(stack))
     assert Path(lock.name).exists() and not op_compiled(stack)
+
+
+@pytest.mark.parametrize("next_holder", [True, False])
+def test_lock_of_the_next_holder_is_not_stale(
+    stack: Stack, next_holder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that load the op take turns, and each closes its lock just before it removes it. A rank
+    failed because its lock was taken for that of an earlier one (2 cores with a load of 8)."""
+    lock = Path(stack.extensions_dir) / "op" / "lock"
+    lock.touch()
+    wait = time.sleep
+
+    def sleep(seconds: float) -> None:
+        wait(0.02)  # the clock of a file system has ticks of milliseconds
+        if next_holder:
+            lock.unlink()
+            lock.touch()
+
+    monkeypatch.setattr(extensions.time, "sleep", sleep)
+    extensions.remove_stale_locks(Path(stack.extensions_dir))
+    assert lock.exists() == next_holder
 
 
 def test_compile_that_takes_too_long_is_ended(

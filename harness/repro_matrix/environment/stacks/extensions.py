@@ -39,17 +39,21 @@ def remove_stale_locks(folder: Path) -> None:
     closed = _closed_locks(folder)
     if closed:
         time.sleep(LOCK_S)
-        for path in closed & _closed_locks(folder):
+        for path, _ in closed & _closed_locks(folder):
             path.unlink(missing_ok=True)
 
 
-def _closed_locks(folder: Path) -> set[Path]:
-    files = set(folder.glob("**/lock"))
+def _closed_locks(folder: Path) -> set[tuple[Path, int]]:
+    """Return the path and the time of creation: each holder creates the file anew."""
+    files = set[tuple[Path, int]]()
+    for path in folder.glob("**/lock"):
+        with suppress(FileNotFoundError):  # released meanwhile
+            files.add((path, path.stat().st_ctime_ns))
     in_use = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if files else ()):
         with suppress(OSError):  # ended meanwhile, or another user's
             in_use |= {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
-    return {path for path in files if str(path.resolve()) not in in_use}
+    return {each for each in files if str(each[0].resolve()) not in in_use}
 
 
 def op_compiled(stack: Stack) -> bool:
