@@ -74,7 +74,7 @@ def train(run: Run, model: Any, data: Any, whole: torch.Tensor) -> None:
 
     smoothing, average = run.flags["smoothing"], run.flags["average"]
     names, parameters = zip(*model.named_parameters())
-    expected = torch.cat([each.flatten().double() for each in torch.autograd.grad(whole, parameters)])
+    expected = torch.cat([each.flatten().cpu().double() for each in torch.autograd.grad(whole, parameters)])
     found: list[torch.Tensor] = []
 
     def look(*_: Any) -> None:
@@ -141,8 +141,9 @@ def body(run: Run) -> None:
     # Larger weights than usual give the tokens clearly different losses.
     evaluating = run.flags.get("evaluate")
     model, data = build(run, **({"initializer_range": 0.2} if evaluating else {})), samples(run)
+    model.to(run.device)  # the reference's forward leaves rotary tables where it computes
     model.config.use_cache = False
-    batch = {key: torch.stack([each[key] for each in data]) for key in data[0]}
+    batch = {key: torch.stack([each[key] for each in data]).to(run.device) for key in data[0]}
     labels = batch.pop("labels")
     whole = total(model(**batch).logits, labels, run.flags.get("smoothing", 0.0)) / (labels[:, 1:] != -100).sum()
     (evaluate if evaluating else train)(run, model, data, whole)
