@@ -91,6 +91,8 @@ def preload(packages: list[str]) -> None:
                     os._exit(0)  # the import forked: its copy of this process must not serve
             importing.check(name)
             gpus.check(name)
+        if "transformers" in packages:
+            build_conversions()
     finally:
         sys.meta_path.remove(importing)  # type: ignore[arg-type]
         gpus.restore()
@@ -99,6 +101,16 @@ def preload(packages: list[str]) -> None:
         raise Refused(
             "cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks"
         )
+
+
+def build_conversions() -> None:
+    """Build transformers' table of weight conversions, which it builds at the first load or save.
+
+    It has hundreds of regular expressions: 0.25 CPU s in each rank.
+    """
+    with contextlib.suppress(Exception):  # not before transformers 5
+        conversions = importlib.import_module("transformers.conversion_mapping")
+        conversions.get_checkpoint_conversion_mapping("")
 
 
 class Importing:
