@@ -250,3 +250,47 @@ def test_a_generated_batch_keeps_its_samples_in_the_step_of_the_second_optimizer
     )
     assert (found.verdict, found.stage) == ("differs", "optimizer setting"), found.sentence()
     assert "root1.weight" in found.relation, found.relation  # the discriminator's optimizer
+
+
+def train_and_save(folder: Path, save: str, wrong: str = "") -> None:
+    """Train a step, save the model, and train another. ``wrong``: what the file contains instead."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    start = copy.deepcopy(model.state_dict())
+    for batch in torch.randn(2, 4, 8):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    contents: dict[str, dict[str, Any]] = {
+        "": weights,
+        "empty": {**weights, "bias": torch.empty(0)},
+        "nothing": {},
+        "stale": {**weights, "weight": start["weight"]},
+        "renamed": {**weights, "module.bias": weights["bias"].clone()},
+    }
+    if save == "safetensors":
+        save_file(contents[wrong], folder / f"model.{save}")
+    else:
+        torch.save({"model": contents[wrong], "epoch": 1}, folder / f"model.{save}")
+
+
+@pytest.mark.parametrize("save", ["safetensors", "pt"])
+@pytest.mark.parametrize(
+    ("wrong", "place"), [("empty", "bias"), ("nothing", ""), ("stale", "weight")]
+)
+def test_a_saved_file_without_the_trained_values_is_named(
+    tmp_path, monkeypatch, save, wrong, place
+):
+    pytest.importorskip("safetensors")
+    good = partial(train_and_save, tmp_path, save)
+    found = compare(tmp_path, monkeypatch, good, partial(good, wrong))
+    assert (found.verdict, found.step, found.stage) == ("differs", 1, "saved"), found.sentence()
+    inside = "" if save == "safetensors" else "model."
+    assert found.place == f"model.{save}" + (f": {inside}{place}" if place else "")
+    (tmp_path / "more").mkdir()
+    found = compare(tmp_path / "more", monkeypatch, good, partial(good, "renamed"))
+    assert found.verdict == "agrees" and found.coverage.stages["saved"] == 3, found.sentence()

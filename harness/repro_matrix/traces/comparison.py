@@ -24,7 +24,7 @@ from repro_matrix.traces.relations import affected, describe_relation, proportio
 from repro_matrix.traces.settings import different_setting
 
 # Kinds of events after the backward pass.
-LATE = ("rgrad", "clip", "ograd", "param", "buffer after")
+LATE = ("rgrad", "clip", "ograd", "param", "buffer after", "saved")
 OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
 # A difference in the first forward pass that rounding never causes; in low precision.
@@ -220,7 +220,7 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     before = pair.differences[: pair.differences.index(first)] if first else pair.differences
     right = [each for each in before if not each.wrong]
     found = Location("differs", step=pair.good.number, agreed=len(right))
-    if first is None or first.stage == "update" or first.key.kind == "buffer after":
+    if first is None or first.stage in ("update", "saved") or first.key.kind == "buffer after":
         setting = different_setting(pair.good, pair.other)
         if setting:
             place, text, ranks = setting

@@ -28,10 +28,15 @@ Stage = Literal[
     "gradient before the optimizer",
     "optimizer setting",
     "update",
+    "saved",
     "stopped",
 ]
 # Stage -> what differs, in a sentence.
-_WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient"}
+_WHAT = {
+    "backward": "gradient at its output",
+    "reduction": "reduced gradient",
+    "saved": "saved values",
+}
 
 
 @dataclass

@@ -42,9 +42,11 @@ STAGES: dict[Stage, tuple[str, ...]] = {
     "gradient before the optimizer": ("ograd",),
     "optimizer setting": (),
     "update": ("param",),
+    "saved": ("saved",),
 }
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
-ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", "buffer after")), "buffer after"]
+LAST = ("buffer after", "saved")
+ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", *LAST)), *LAST]
 ROLES = {
     "in": "input",
     "fwd": "output",
@@ -141,6 +143,8 @@ class Pair:
             keys.setdefault("fwd" if key.kind == "in" else key.kind, []).append(key)
         if self.good.shows_updates and self.other.shows_updates:
             keys["param"] = [key._replace(kind="param") for key in keys.get("state", ())]
+        if self.good.trace.strategy != self.other.trace.strategy:
+            keys.pop("saved", None)  # ranks may save other parts
         self._weigh(keys.get("bwd", ()))
         for kind in ORDER:
             if kind == "bwd":

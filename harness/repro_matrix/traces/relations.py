@@ -57,6 +57,8 @@ def describe_relation(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Seq
         return "the step did not change it", owners
     if first.stage == "update" and not np.any(good):
         return "the step changed it; on the good side it did not", owners
+    if first.stage == "saved" and not np.any(bad):
+        return "there are no values, or zeros only", owners
     if first.stage == "loss weight":
         if max(rest for scale, rest, _ in pair.weights.values() if scale) > RESIDUE:
             return "the gradient of the loss differs, and in its direction too", owners

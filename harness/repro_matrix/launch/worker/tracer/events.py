@@ -7,6 +7,7 @@ with a note; it never reaches the script.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from operator import methodcaller
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
@@ -15,9 +16,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import layout
-from .batches import RootBatch, floating
+from .batches import RootBatch, floating, tensors
 from .ending import leave, source_files
-from .sketch import Noise, aside, crc
+from .sketch import PRODUCTS, Noise, aside, crc
 from .writer import Writer
 
 # root calls of a step without gradients that are recorded: generation makes thousands
@@ -430,6 +431,24 @@ class Tracer:
                 values[-1] = float("nan")  # the sum of squares of a sum is not known
             self.add("lgrad", values, micro, n=name, **gradients[0][1])
         self.local = {}
+
+    # Files.
+
+    @guarded
+    def on_save(self, path: Any, content: Callable[[], Any]) -> None:
+        """Record the tensors of a file that this rank has saved, and whether it has any."""
+        file = os.path.basename(os.fspath(path))
+        found = [
+            (name, layout.located(each))
+            for name, each in tensors(content())
+            if each.is_floating_point() and each.device.type != "meta"
+        ]
+        anything = torch.full((PRODUCTS + 1,), float(bool(found)), dtype=torch.float64)
+        self.add("saved", anything, n=file, p="full", shape=[])
+        for name, part in found:
+            dtype = layout.dtype_name(part.local)
+            values = part.sketch() if part.local.numel() else torch.zeros_like(anything)
+            self.add("saved", values, n=f"{file}: {name}", **part.fields(), shape=[], dtype=dtype)
 
     # The optimizer.
 

@@ -6,6 +6,7 @@ Without one they do nothing.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from types import FrameType
 from typing import Any, Callable, Optional, Set, Tuple
@@ -41,6 +42,7 @@ def set_hooks() -> None:
             patch(owner, name, clipping)
     torch.nn.modules.module.register_module_forward_hook(on_forward)
     patch(torch.optim.lr_scheduler.LRScheduler, "step", scheduling)
+    patch(torch, "save", saving)
     # Compiled code would contain a hook, or be another code because of it.
     before, after = map(torch._disable_dynamo, (before_step, after_step))
     register_optimizer_step_pre_hook(before)
@@ -55,6 +57,9 @@ def install_late() -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         patch(fsdp.FullyShardedDataParallel, "clip_grad_norm_", clipping)
+    safetensors = sys.modules.get("safetensors.torch")
+    if safetensors is not None:
+        patch(safetensors, "serialize_file", writing)
 
 
 def calling(original: Callable) -> Callable:
@@ -136,6 +141,25 @@ def scheduling(original: Callable) -> Callable:
         return result
 
     return step
+
+
+def saving(original: Callable) -> Callable:
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        original(obj, f, *args, **kwargs)
+        if tracer is not None and isinstance(f, (str, os.PathLike)):
+            tracer.on_save(f, lambda: obj)
+
+    return save
+
+
+def writing(original: Callable) -> Callable:
+    def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        original(tensors, filename, *args, **kwargs)
+        if tracer is not None:
+            load = sys.modules["safetensors.torch"].load_file
+            tracer.on_save(filename, functools.partial(load, filename))
+
+    return serialize_file
 
 
 def engine_step(original: Callable) -> Callable:
