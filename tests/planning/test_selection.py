@@ -91,6 +91,19 @@ def test_named_case_takes_the_strategies_of_its_file_and_refuses_others(slug: st
             cells(f"case={slug}", f"strategy={name}")
 
 
+def test_strategies_of_several_named_cases_are_those_that_each_supports() -> None:
+    found = {cell.where for cell in cells("case=train-step,zero3-device-map", "strategy=ddp,zero3")}
+    assert {where.rpartition("/")[2] for where in found} == {"ddp", "zero3"}
+    devices = cells("case=zero3-device-map,train-step", "strategy=ddp,zero3")
+    assert {cell.strategy for cell in devices if cell.case == "zero3-device-map"} == {"zero3"}
+    for words in (
+        ("case=train-step,zero3-device-map", "strategy=ddp"),  # one case would have no cell
+        ("case=zero2-two-backwards,zero3-device-map", "strategy=zero2,fsdp"),
+    ):
+        with pytest.raises(ConfigError, match="unknown strategy of this case"):
+            cells(*words)
+
+
 def test_keys_of_a_flag_sweep_are_unique_and_safe_as_paths() -> None:
     found = [
         cell.key

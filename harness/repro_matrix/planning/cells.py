@@ -99,8 +99,8 @@ def enumerate_cells(
     narrows those lists; if it names the case, it replaces them: any model, and a strategy of its
     file. ``overrides``: what the run's settings change in every cell (``overrides_of``).
     ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError for an unknown name, a
-    strategy that a named case does not support, a flag that no selected case declares, or a value
-    that a flag does not take.
+    strategy that no named case supports, a case that supports none of them, a flag that no selected
+    case declares, or a value that a flag does not take.
     """
     chosen = [_cases_of(catalogue, each) for each in selections]
     everything = [catalogue.cases[name] for names in chosen for name in names]
@@ -175,12 +175,26 @@ def _cells_of(
 
 
 def _supported(
-    catalogue: Catalogue, case: Case, names: Iterable[str], selection: Selection
+    catalogue: Catalogue, case: Case, names: Sequence[str], selection: Selection
 ) -> list[str]:
-    """Return the strategies of the case's file, and of its variants, that take its options.
+    """Return which of these strategies a named case supports.
 
-    Raises ConfigError for another one that the selection gives without *.
+    Raises ConfigError if it supports none of them, or no named case supports one that the selection
+    gives without *.
     """
+    known = _strategies_of(catalogue, case)
+    named = [catalogue.cases[name] for name in selection.case if name in catalogue.cases]
+    anywhere = known.union(*(_strategies_of(catalogue, each) for each in named))
+    supported = [name for name in names if name in known]
+    refused = [name for name in selection.strategy or () if name in names and name not in anywhere]
+    if refused or (names and not supported):
+        name = (refused or names)[0]
+        raise unknown("strategy of this case", name, known, f"strategy={name}: case {case.slug}")
+    return supported
+
+
+def _strategies_of(catalogue: Catalogue, case: Case) -> set[str]:
+    """Return the strategies of the case's file, and of its variants, that take its options."""
     others = (
         catalogue.strategies[each.strategy] for each in case.variants.values() if each.strategy
     )
@@ -193,13 +207,7 @@ def _supported(
             if option in each.options
         )
     )
-    known = {*case.axes.strategy, *fitting}
-    for name in names:
-        if name not in known and name in (selection.strategy or ()):
-            raise unknown(
-                "strategy of this case", name, known, f"strategy={name}: case {case.slug}"
-            )
-    return [name for name in names if name in known]
+    return {*case.axes.strategy, *fitting}
 
 
 def overrides_of(
