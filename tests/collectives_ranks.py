@@ -103,6 +103,13 @@ def guarded(name: str, real: Any, cuda_only: Any) -> Any:
     return call
 
 
+def forget_accelerate() -> None:
+    """Drop accelerate's singletons: each script expects a process of its own."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 def body(run: Run) -> None:
     cuda_only = dist.new_group(backend="cuda:gloo")
     for name in WORDS:
@@ -110,6 +117,7 @@ def body(run: Run) -> None:
             setattr(dist, name, guarded(name, getattr(dist, name), cuda_only))
     for job in run.settings["asked"]["jobs"]:
         made.clear()
+        forget_accelerate()
         run.phase(job["name"])
         run.record.write()  # a hang says where it was
         spec = importlib.util.spec_from_file_location("a_script", job["script"])
@@ -117,7 +125,7 @@ def body(run: Run) -> None:
         module = importlib.util.module_from_spec(spec)
         folder = run.work_dir / job["name"]
         folder.mkdir(exist_ok=True)
-        error = ""
+        error, environment = "", dict(os.environ)
         try:
             spec.loader.exec_module(module)
             with Host():
@@ -129,6 +137,8 @@ def body(run: Run) -> None:
                 )
         except Exception as problem:  # noqa: BLE001 - whatever a script meets here, the next one is run
             error = f"{type(problem).__name__}: {problem}"[:400]
+        os.environ.clear()  # accelerate keeps a plugin's settings there
+        os.environ.update(environment)
         run.fact(job["name"], {"error": error, "collectives": list(made)})
 
 

@@ -217,6 +217,7 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
     """Yield the same for what asks where a rank computes."""
     from repro_kit.run import Run
 
+    import torch.distributed._state_dict_utils as states
     import torch.distributed.fsdp._fully_shard._fsdp_init as parts
     import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2
     import torch.distributed.fsdp._optim_utils as saving
@@ -228,6 +229,12 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
         yield module, "_get_device_from_mesh", lambda mesh: ON_GPU
     for module in (saving, torch.distributed.distributed_c10d):
         yield module, "_get_pg_default_device", lambda group=None: ON_GPU
+    send = states._broadcast_tensors  # it asks the states, whose tensors C++ may have made
+
+    def broadcast(full: Any, local: Any, keys: Any, _: Any, group: Any = None) -> None:
+        send(full, local, keys, ON_GPU, group)
+
+    yield states, "_broadcast_tensors", broadcast
     yield (
         clipping,
         "_group_tensors_by_device_and_dtype",

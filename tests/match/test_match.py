@@ -261,7 +261,7 @@ def test_recognize_needs_an_installed_package_and_the_type(
     assert (bool(found.names), bool(found.names) or perhaps) == (certain, possible) and found.causes
 
 
-@given(st.lists(st.text(max_size=60), max_size=8))
+@given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=60), max_size=8))
 def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> None:
     found = answer([*noise, *UNIFORM])
     assert set(found.names) <= {"fsdp-uniform-dtype"}

@@ -182,5 +182,4 @@ def test_products_of_a_gpu_are_within_half_of_every_tolerance_and_tf32_is_not(
     assert min(outside[check] for check in ("gradient", "updates", "logits", "weights")) > 10, (
         outside
     )
-    # Why not ten times: docs/contributing/gpu-evidence.md, "TF32 and losses".
-    assert min(outside["loss"], outside["losses"]) > 3, outside
+    # Why not the losses: docs/contributing/gpu-evidence.md, "TF32 and losses".
