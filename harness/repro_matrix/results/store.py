@@ -59,6 +59,7 @@ class Store:
         self.root = root
         self.damaged: list[str] = []
         self._lock = ExitStack()
+        self._written: dict[Path, float] = {}  # by this process -> when their run started
 
     def open(self) -> None:
         """Lock the folder for writing.
@@ -91,10 +92,12 @@ class Store:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             started = document["provenance"]["started"]
-            older = self.read(path, replacing=True)
-            if older and older["provenance"]["started"] != started:
-                self._keep(path, older)
+            if self._written.get(path) != started:
+                older = self.read(path, replacing=True)
+                if older and older["provenance"]["started"] != started:
+                    self._keep(path, older)
             write_json(path, document)
+            self._written[path] = started
         except OSError as error:
             raise cannot_write(error, path) from None
 

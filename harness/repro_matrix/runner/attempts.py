@@ -167,9 +167,10 @@ def imports_of(catalogue: Catalogue, case: Case, plan: VariantPlan) -> tuple[str
     """Return what the case's script imports, and what its variant's strategy brings (deepspeed)."""
     strategy = catalogue.strategies[plan.settings["strategy"]["slug"]]
     brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
-    if "accelerate" in case.launch.imports:
-        brought.discard("deepspeed")  # a server with accelerate has it: one server for both
-    return tuple(dict.fromkeys([*case.launch.imports, *sorted(brought)]))
+    needed = dict.fromkeys([*case.launch.imports, *sorted(brought)])
+    if "accelerate" in needed:  # its server imports them, too: one server for all
+        needed = {name: None for name in needed if name not in ("deepspeed", "peft")}
+    return tuple(needed)
 
 
 def variant_of(plan: CellPlan, name: str) -> VariantPlan:
