@@ -154,15 +154,14 @@ def cell(text: Any) -> str:
 def failures() -> str:
     """Return a table of known failures: releases, fixes that work, and advice that does not help."""
     from repro_matrix.baseline.advice import advice
-    from repro_matrix.baseline.claims import ledger
     from repro_matrix.config import catalog
     from repro_matrix.paths import BASELINE, RESULTS
     from repro_matrix.report.load import load_results
-    from repro_matrix.results.summary import load_rows
 
     cases = catalog.load().cases
+    results = load_results([BASELINE])
     refuted: dict[str, list[str]] = {}
-    for claim in ledger(cases.values(), load_rows(BASELINE)):
+    for claim in results.claims:
         if claim.status == "refuted":
             refuted.setdefault(claim.case, []).append(f"{claim.text} ({claim.source or 'no source'})")
     def today(status: Any) -> bool:
@@ -173,7 +172,7 @@ def failures() -> str:
         return found.helps if found else ()
 
     places = json.loads((RESULTS / "places.json").read_text(encoding="utf-8"))
-    found = {status.case: status for status in load_results([BASELINE]).headline.cases}
+    found = {status.case: status for status in results.headline.cases}
     current = {slug: status for slug, status in found.items() if slug in cases and today(status)}
     unreported = [slug for slug in current if cases[slug].unreported]
     parts = [

@@ -62,12 +62,14 @@ def test_stored_results_are_complete() -> None:
     assert documents() and all(document["complete"] for document in documents())
 
 
+def attempts_of(document: Any) -> int:
+    return sum(len(variant["attempts"]) for variant in document["variants"].values())
+
+
 def test_stored_results_fit_the_json_schema() -> None:
     schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
-    one = {
-        each["case"]: each for each in sorted(documents(), key=lambda each: -len(str(each)))
-    }  # the smallest
+    one = {each["case"]: each for each in sorted(documents(), key=attempts_of, reverse=True)}
     assert len(one) > 1
     for document in one.values():
         problem = next(

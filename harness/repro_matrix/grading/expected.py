@@ -8,6 +8,7 @@ may differ, because they are what a comparison is about.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -214,12 +215,17 @@ def _cell_rank(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) 
 
 def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
     """Split off what differs from the case's file; a flag at its default is the same cell."""
-    axes, *assignments = re.split(r"/(?=\w+=)", where)
-    values = dict(item.split("=", 1) for item in assignments)
+    axes, values = _assignments(where)
     defaults = {
         name: json.dumps(flag.default) for name, flag in case.flags.items() if name in values
     }
     return axes, {name: value for name, value in values.items() if value != defaults.get(name)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _assignments(where: str) -> tuple[str, dict[str, str]]:
+    axes, *assignments = re.split(r"/(?=\w+=)", where)
+    return axes, dict(item.split("=", 1) for item in assignments)
 
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
