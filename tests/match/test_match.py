@@ -1377,7 +1377,9 @@ def tails(part: int) -> dict[str, tuple[frozenset[str], frozenset[str], str]]:
 
 @pytest.mark.xdist_group("baseline")
 @pytest.mark.parametrize(
-    ("part", "least"), [(10, 30), pytest.param(1, 300, marks=pytest.mark.slow)], ids=["tenth", "all"]
+    ("part", "least"),
+    [(10, 30), pytest.param(1, 300, marks=pytest.mark.slow)],
+    ids=["tenth", "all"],
 )
 def test_recognize_of_every_published_log_tail_is_right_or_nothing(part: int, least: int) -> None:
     """The gate reads a tenth of them: those whose checksum is divisible by ``part``."""
