@@ -132,6 +132,17 @@ def test_publication_keeps_a_named_stack_whole() -> None:
         )
 
 
+def test_publication_prefers_a_named_stack_to_a_swapped_one_with_its_releases() -> None:
+    swapped = cell("4.39.3")
+    named = cell("4.39.3")
+    named["stack"] = {**named["stack"], "name": "base"}
+    assert published_place(named) == published_place(swapped)
+    (written,) = decide([swapped], [named]).written.values()
+    assert written["stack"]["name"] == "base"
+    other = decide([named], [cell("4.39.3", "NOT_FIXED")])
+    assert not other.written and not other.dropped, "the named stack keeps its cell"
+
+
 def test_publication_drops_documents_that_no_expectation_uses() -> None:
     """No expectation, no end of a range, no signature."""
     silent = cell("4.39.0", "INCONCLUSIVE")

@@ -156,8 +156,13 @@ def _is_usable(document: Document) -> bool:
         for a in variant["attempts"]
     )
     skips = [variant.get("skip") for variant in variants]
-    skipped = "+" not in name and all(skip and skip["kind"] != "build" for skip in skips)
+    skipped = _is_named(document) and all(skip and skip["kind"] != "build" for skip in skips)
     return document["complete"] and (ran or skipped) and "#" not in name
+
+
+def _is_named(document: Document) -> bool:
+    """Return whether a named stack was measured as it is, without another release of a package."""
+    return "+" not in document["stack"]["name"]
 
 
 def _of_other_code(
@@ -204,15 +209,19 @@ def _publish_case(
     reason: str,
 ) -> None:
     for key in now.keys() & before.keys():
-        if (
-            now[key]["variants"].keys() < before[key]["variants"].keys()
-        ):  # of a version map, without own stacks
+        new, old = now[key], before[key]
+        # Of a version map: without own stacks, or with the releases that a named stack has anyway.
+        fewer = new["variants"].keys() < old["variants"].keys()
+        if fewer or (_is_named(old) and not _is_named(new)):
             del now[key]
     found.changes += sorted(
         change for document in now.values() for change in _changes(case, document)
     )
     same = {
-        key for key in now.keys() & before.keys() if _results(now[key]) == _results(before[key])
+        key
+        for key in now.keys() & before.keys()
+        if _results(now[key]) == _results(before[key])
+        and _is_named(now[key]) == _is_named(before[key])
     }
     now = {key: document for key, document in now.items() if key not in same}
     replaced = {
@@ -224,7 +233,7 @@ def _publish_case(
     line = ranges(measured)
     # A named stack is published whole: stacks are compared, and stack=reproducing means those where
     # a failure occurs.
-    named = {key for key, document in every.items() if "+" not in document["stack"]["name"]}
+    named = {key for key, document in every.items() if _is_named(document)}
     shown = {key for key, document in every.items() if _shows_failure(document)}
     inner = {item.place for each in line for item in each.members[1:-1]}
     inner -= {item.place for each in line for item in (each.members[0], each.members[-1])}
