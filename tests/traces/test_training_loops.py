@@ -265,22 +265,38 @@ def train_and_save(folder: Path, save: str, wrong: str = "") -> None:
         model(batch).square().mean().backward()
         optimizer.step()
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    weights["seen"] = torch.tensor([8], dtype=torch.int8)
     contents: dict[str, dict[str, Any]] = {
         "": weights,
         "empty": {**weights, "bias": torch.empty(0)},
         "nothing": {},
         "stale": {**weights, "weight": start["weight"]},
-        "renamed": {**weights, "module.bias": weights["bias"].clone()},
+        "reshaped": {**weights, "weight": weights["weight"].reshape(-1).clone()},
+        "counted": {**weights, "seen": weights["seen"] + 1},
+        "lacking": {name: each for name, each in weights.items() if name != "bias"},
+        "more": {**weights, "module.bias": weights["bias"].clone()},
     }
     if save == "safetensors":
         save_file(contents[wrong], folder / f"model.{save}")
-    else:
-        torch.save({"model": contents[wrong], "epoch": 1}, folder / f"model.{save}")
+        return
+    (folder / "other").mkdir(exist_ok=True)
+    sparse = torch.eye(3).to_sparse()
+    with open(folder / f"model.{save}", "wb") as file:
+        torch.save({"model": contents[wrong], "epoch": 1, "sparse": sparse}, file)
+    torch.save({"model": weights}, folder / "other" / f"model.{save}")
 
 
 @pytest.mark.parametrize("save", ["safetensors", "pt"])
 @pytest.mark.parametrize(
-    ("wrong", "place"), [("empty", "bias"), ("nothing", ""), ("stale", "weight")]
+    ("wrong", "place"),
+    [
+        ("empty", "bias"),
+        ("nothing", ""),
+        ("stale", "weight"),
+        ("reshaped", "weight"),
+        ("counted", "seen"),
+        ("lacking", "bias"),
+    ],
 )
 def test_a_saved_file_without_the_trained_values_is_named(
     tmp_path, monkeypatch, save, wrong, place
@@ -291,6 +307,17 @@ def test_a_saved_file_without_the_trained_values_is_named(
     assert (found.verdict, found.step, found.stage) == ("differs", 1, "saved"), found.sentence()
     inside = "" if save == "safetensors" else "model."
     assert found.place == f"model.{save}" + (f": {inside}{place}" if place else "")
+    assert ("shape" in found.relation) == (wrong in ("empty", "reshaped")), found.relation
     (tmp_path / "more").mkdir()
-    found = compare(tmp_path / "more", monkeypatch, good, partial(good, "renamed"))
-    assert found.verdict == "agrees" and found.coverage.stages["saved"] == 3, found.sentence()
+    found = compare(tmp_path / "more", monkeypatch, good, partial(good, "more"))
+    tensors = 3 if save == "safetensors" else 6
+    assert found.verdict == "agrees" and found.coverage.stages["saved"] == tensors, found.sentence()
+
+
+def test_files_that_only_one_side_saved_are_noted(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    good, bad = (partial(train_and_save, tmp_path, save) for save in ("pt", "safetensors"))
+    found = compare(tmp_path, monkeypatch, good, bad)
+    assert found.verdict == "agrees" and "saved" not in found.coverage.stages
+    notes = " ".join(found.coverage.notes)
+    assert "good side saved model.pt" in notes and "bad side saved model.safetensors" in notes

@@ -153,6 +153,9 @@ class Engine:
         try:
             self._open(plans, resume)
             self._work(stop)
+            for cell in self._cells:
+                if "path" in cell.document and not cell.path.exists():  # removed in the meantime
+                    self.store.save(cell.path, cell.document)
         except (ResultsError, MeasureError) as error:
             stop.set()
             result.problem = error

@@ -12,7 +12,7 @@ from typing import Any
 
 from repro_matrix.text import counted
 from repro_matrix.traces.location import Coverage
-from repro_matrix.traces.pair import STAGES, Pair
+from repro_matrix.traces.pair import STAGES, TENSOR, Pair
 from repro_matrix.traces.reader import Trace
 
 GRADIENTS = ("backward", "local gradient", "reduction", "gradient before the optimizer")
@@ -52,7 +52,16 @@ class Total:
         self.names = dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
         stages = [stage for stage, kinds in STAGES.items() if absent & {*kinds}]
-        self.notes |= {f"the bad side has nothing of {', '.join(stages)}": None} if stages else {}
+        if stages:
+            self.notes[f"the bad side has no values of these stages: {', '.join(stages)}"] = None
+        if pair.unlike_saves:
+            self.notes["what was saved is not compared: other strategies or ranks"] = None
+        for side, one, other in (("good", pair.good, pair.other), ("bad", pair.other, pair.good)):
+            files = {key.name.partition(TENSOR)[0] for key in one.events if key.kind == "saved"}
+            only = (
+                sorted(files - {key.name for key in other.events}) if "saved" in other.kinds else []
+            )
+            self.notes |= {f"only the {side} side saved {name}": None for name in only[:4]}
         found.not_compared += len(pair.differences) - len(kept) + len(pair.shapes_differ)
         found.not_compared += sum(key.kind not in {*absent, "in"} for key in pair.not_aligned)
         ours = set(pair.good.samples)

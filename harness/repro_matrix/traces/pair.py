@@ -56,6 +56,7 @@ ROLES = {
     "buffer before": "value",
     "buffer after": "value",
 }
+TENSOR = ": "  # between a file and its tensor; without it, the event tells whether it has any
 ALIKE = 1e-5  # rounding, for tensors that few operations made
 COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad", "ograd")  # a gradient that is not there
 
@@ -134,6 +135,7 @@ class Pair:
     not_aligned: list[Key] = field(default_factory=list)
     shapes_differ: list[Key] = field(default_factory=list)
     not_numbers: list[Key] = field(default_factory=list)
+    unlike_saves: bool = False
 
     def __post_init__(self) -> None:
         keys: dict[str, list[Key]] = {}
@@ -143,8 +145,8 @@ class Pair:
             keys.setdefault("fwd" if key.kind == "in" else key.kind, []).append(key)
         if self.good.shows_updates and self.other.shows_updates:
             keys["param"] = [key._replace(kind="param") for key in keys.get("state", ())]
-        if self.good.trace.strategy != self.other.trace.strategy:
-            keys.pop("saved", None)  # ranks may save other parts
+        if self.good.trace.strategy != self.other.trace.strategy:  # ranks may save other parts
+            self.unlike_saves = bool(keys.pop("saved", ())) and "saved" in self.other.kinds
         self._weigh(keys.get("bwd", ()))
         for kind in ORDER:
             if kind == "bwd":
@@ -217,6 +219,10 @@ class Pair:
     def low(self) -> bool:
         """Return whether outputs are computed in half precision."""
         return self.good.coarsest in LOW
+
+    def shapes_of(self, key: Key) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the shapes of a tensor on the good side and on the other."""
+        return self.good.rows(key).shape, self.other.rows(key).shape
 
     def judge(self, noise: Sequence[Pair]) -> None:
         """Set the tolerance of each difference.
@@ -294,6 +300,11 @@ class Pair:
         shown = self.other.has(key) and not (
             key.kind == "lgrad" and not self.other.trains(key.name)
         )
+        if stage == "saved" and self._unlike_file(key, shown):
+            everyone = (tuple(self.other.trace.ranks), -1)
+            one = Rows([(0,)], [everyone], np.ones((1, 2)), np.ones(1))
+            self.add(stage, key, one, OtherRows(np.zeros((1, 2)), [everyone]))
+            return
         rows, other = (self._match(key) if shown else None) or (NOTHING, NOTHING)
         lacking, owners = (
             self._lacking(key, other, shown) if key.kind in COUNTS_AS_ZERO else (NOTHING, [])
@@ -308,6 +319,8 @@ class Pair:
             return
         values = other.values
         floor = 1.0
+        if stage == "saved" and TENSOR not in key.name and np.array_equal(rows.values, values):
+            return  # both files have tensors, or neither
         if stage == "backward":
             weights = [
                 self._weight(sample, owner[0][0]) for sample, owner in zip(other.ids, other.owners)
@@ -331,6 +344,12 @@ class Pair:
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))
                 rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
         self.add(stage, key, rows, OtherRows(values, other.owners), floor)
+
+    def _unlike_file(self, key: Key, shown: bool) -> bool:
+        """Return whether the other side's file does not have a tensor, or in another shape."""
+        if shown:
+            return len(set(self.shapes_of(key))) > 1
+        return key._replace(name=key.name.partition(TENSOR)[0]) in self.other.events
 
     def _lacking(self, key: Key, arrived: Rows, shown: bool) -> tuple[Rows, list[Owner]]:
         """Return the rows of a gradient that the other side should have and does not, and where."""

@@ -57,8 +57,14 @@ def describe_relation(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Seq
         return "the step did not change it", owners
     if first.stage == "update" and not np.any(good):
         return "the step changed it; on the good side it did not", owners
-    if first.stage == "saved" and not np.any(bad):
-        return "there are no values, or zeros only", owners
+    if first.stage == "saved" and first.key not in pair.other.events:
+        return "the bad side's file does not have it", owners
+    if first.stage == "saved":
+        shapes = [f"({', '.join(shape)})" for shape in pair.shapes_of(first.key)]
+        if shapes[0] != shapes[1]:
+            return f"its shape is {shapes[1]}, on the good side {shapes[0]}", owners
+        if not np.any(bad):
+            return "there is no tensor, or zeros only", owners
     if first.stage == "loss weight":
         if max(rest for scale, rest, _ in pair.weights.values() if scale) > RESIDUE:
             return "the gradient of the loss differs, and in its direction too", owners

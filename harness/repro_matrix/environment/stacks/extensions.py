@@ -24,10 +24,16 @@ COMPILE_S = 600
 _UNCOMPILED = "deepspeed, whose CPU op cannot be compiled"
 # a holder closes its lock just before it removes it: only one that is closed twice is stale
 LOCK_S = 1.0
-# If the controller is killed, the compilers end too: they are in the process group of this one.
+# If the controller is killed, the compilers end too: by ninja, which starts each in a process group
+# of its own.
 _COMPILE = """
-import ctypes, os, signal
-signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+import ctypes, os, signal, time
+def end(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+signal.signal(signal.SIGTERM, end)
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 from deepspeed.comm.torch import build_shm_op
 build_shm_op()
@@ -109,7 +115,11 @@ def compile_op(stack: Stack) -> str | None:
         except OSError as error:
             return f"{_UNCOMPILED}: {error}"
         except BaseException as error:  # Ctrl-C, too
-            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+            os.killpg(process.pid, signal.SIGTERM)  # ninja then ends its compilers
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=5)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

@@ -23,6 +23,7 @@ from .writer import Writer
 
 # root calls of a step without gradients that are recorded: generation makes thousands
 QUIET_CALLS = 64
+SAVED_DEPTH = 16  # of nested lists and mappings in a file
 
 
 def guarded(method: Callable) -> Callable:
@@ -48,6 +49,11 @@ def key_of(tensor: torch.Tensor) -> Tuple[int, int]:
     A key is not used again as long as there is a StorageWeakRef.
     """
     return tensor.untyped_storage()._cdata, tensor.data_ptr()
+
+
+def can_sketch(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return plain and tensor.device.type != "meta"
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -82,6 +88,7 @@ class Tracer:
         )  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
         self.optimizers: Dict[int, int] = {}  # those with parameters that no model has -> number
         self.schedules: Dict[int, int] = {}  # optimizer -> steps of its scheduler
+        self.saved: Dict[str, int] = {}  # files of this step -> how often they were saved before
         self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
         self.grad = True  # gradients were enabled in the last root call
         self.forget()
@@ -177,6 +184,7 @@ class Tracer:
                 False,
                 False,
             )
+            self.saved = {}
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
@@ -438,17 +446,28 @@ class Tracer:
     def on_save(self, path: Any, content: Callable[[], Any]) -> None:
         """Record the tensors of a file that this rank has saved, and whether it has any."""
         file = os.path.basename(os.fspath(path))
+        count = self.saved[file] = self.saved.get(file, -1) + 1
+        value = content()
+        value = value.state_dict() if isinstance(value, torch.nn.Module) else value
         found = [
-            (name, layout.located(each))
-            for name, each in tensors(content())
-            if each.is_floating_point() and each.device.type != "meta"
+            (name, torch.view_as_real(each) if each.is_complex() else each)
+            for name, each in tensors(value, depth=SAVED_DEPTH)
+            if can_sketch(each)
         ]
         anything = torch.full((PRODUCTS + 1,), float(bool(found)), dtype=torch.float64)
-        self.add("saved", anything, n=file, p="full", shape=[])
-        for name, part in found:
-            dtype = layout.dtype_name(part.local)
+        self.add("saved", anything, n=file, i=count, p="full", shape=[])
+        for name, each in found:
+            part = layout.located(each)
             values = part.sketch() if part.local.numel() else torch.zeros_like(anything)
-            self.add("saved", values, n=f"{file}: {name}", **part.fields(), shape=[], dtype=dtype)
+            self.add(
+                "saved",
+                values,
+                n=f"{file}: {name}",
+                i=count,
+                **part.fields(),
+                shape=list(each.shape),
+                dtype=layout.dtype_name(each),
+            )
 
     # The optimizer.
 

@@ -42,7 +42,8 @@ def set_hooks() -> None:
             patch(owner, name, clipping)
     torch.nn.modules.module.register_module_forward_hook(on_forward)
     patch(torch.optim.lr_scheduler.LRScheduler, "step", scheduling)
-    patch(torch, "save", saving)
+    for owner in (torch, torch.serialization):
+        patch(owner, "save", saving)
     # Compiled code would contain a hook, or be another code because of it.
     before, after = map(torch._disable_dynamo, (before_step, after_step))
     register_optimizer_step_pre_hook(before)
@@ -146,8 +147,9 @@ def scheduling(original: Callable) -> Callable:
 def saving(original: Callable) -> Callable:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         original(obj, f, *args, **kwargs)
-        if tracer is not None and isinstance(f, (str, os.PathLike)):
-            tracer.on_save(f, lambda: obj)
+        path = getattr(f, "name", f)  # of an open file
+        if tracer is not None and isinstance(path, (str, os.PathLike)):
+            tracer.on_save(path, lambda: obj)
 
     return save
 
