@@ -56,6 +56,8 @@ def body(run: Run) -> None:
     alone = copy.deepcopy(model)
     optimizer = optimizer_of(run, alone)
     expected = train(run, alone, optimizer, optimizer.step, range(run.world_size))
+    without = int(run.flags["frozen"] is not None and run.flags["set_to_none"])
+    run.check("frozen", actual=expected.count(False), expected=without, tolerance=0, subject="steps without an update")
     wrapped = DDP(model)
     watch(run, wrapped)
     optimizer = optimizer_of(run, model)
