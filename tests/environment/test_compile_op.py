@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -100,6 +101,13 @@ def test_compile_that_takes_too_long_is_ended(
     monkeypatch.setattr(extensions, "COMPILE_S", 0)
     assert "not compiled within 0 s" in str(compile_op(stack))
     wait_for(lambda: gone(int(compiler.read_text())))
+
+
+def test_environment_that_was_made_again_is_compiled_for_again(stack: Stack) -> None:
+    assert compile_op(stack) is None and op_compiled(stack)
+    later = Path(stack.python).stat().st_mtime + 60
+    os.utime(stack.python, (later, later))
+    assert not op_compiled(stack)
 
 
 def test_compile_without_a_compiler_returns_the_problem(stack: Stack) -> None:

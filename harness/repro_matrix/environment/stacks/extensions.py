@@ -63,8 +63,19 @@ def _closed_locks(folder: Path) -> set[tuple[Path, int]]:
 
 
 def op_compiled(stack: Stack) -> bool:
-    """Return whether ``compile_op`` has nothing to compile."""
-    return "deepspeed" not in stack.versions or _done(stack).exists()
+    """Return whether ``compile_op`` has nothing to compile.
+
+    An environment that was made again at its path has newer headers: ninja compiles once more.
+    """
+    if "deepspeed" not in stack.versions:
+        return True
+    try:
+        compiled = _done(stack).stat().st_mtime
+    except FileNotFoundError:
+        return False
+    with suppress(OSError):  # it is gone: ranks say so
+        return os.lstat(stack.python).st_mtime <= compiled
+    return True
 
 
 def _done(stack: Stack) -> Path:
