@@ -55,7 +55,7 @@ class Total:
         if stages:
             self.notes[f"the bad side has no values of these stages: {', '.join(stages)}"] = None
         if pair.unlike_saves:
-            self.notes["what was saved is not compared: other strategies or ranks"] = None
+            self.notes["saved files are not compared: strategy or number of ranks differs"] = None
         for side, one, other in (("good", pair.good, pair.other), ("bad", pair.other, pair.good)):
             files = {key.name.partition(TENSOR)[0] for key in one.events if key.kind == "saved"}
             only = (

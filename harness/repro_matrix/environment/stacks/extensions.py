@@ -73,7 +73,7 @@ def op_compiled(stack: Stack) -> bool:
         compiled = _done(stack).stat().st_mtime
     except FileNotFoundError:
         return False
-    with suppress(OSError):  # it is gone: ranks say so
+    with suppress(OSError):  # ranks report a missing interpreter
         return os.lstat(stack.python).st_mtime <= compiled
     return True
 
