@@ -106,12 +106,10 @@ class Perturbed:
     def _perturb(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         signs = torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
         size = unit(tensor.dtype, self.computes_in)
-        # Wide enough that only the last step rounds; float64 for all would take half the time at full size.
-        wide = torch.float64 if tensor.dtype in (torch.float32, torch.float64) else torch.float32
         for (part,) in each_chunk(tensor):
-            up = torch.randint(0, 2, part.shape, generator=signs, dtype=torch.int8)
-            factor = (2 * up - 1).to(wide).mul_(size).add_(1)
-            part.copy_(factor.to(part.device) * part)
+            up = torch.randint(0, 2, part.shape, generator=signs, dtype=part.dtype)
+            factor = up.mul_(2 * size).add_(1 - size)  # exact, so that only the product is rounded
+            part.mul_(factor.to(part.device))
         return tensor
 
 
