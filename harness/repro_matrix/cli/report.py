@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
+from fnmatch import filter as matching
 from pathlib import Path
 
 import click
@@ -29,8 +30,8 @@ from repro_matrix.results import runs
     "overrides",
     nargs=-1,
     metavar="[RESULTS|OVERRIDE]...",
-    help="folders of results (default: the last run); case=, model=, strategy=, stack=, hardware="
-    " select a part",
+    help="folders of results (default: the last run); case=, model=, strategy=, stack=, hardware=,"
+    " area= and silent= select a part",
 )
 @options.flag("--baseline", "the published results, alone or with the others")
 @click.option(
@@ -105,7 +106,8 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
     """
     if selection:
         words = " ".join(f"{axis}={','.join(patterns)}" for axis, patterns in selection.items())
-        hint = "".join(nearest(one, found.stored_cases) for one in selection.get("case", ()))
+        missing = [one for one in selection.get("case", ()) if not matching(found.stored_cases, one)]
+        hint = "".join(nearest(one, found.stored_cases) for one in missing)
         raise ResultsError(f"{words}: selects no stored cell{hint}")
     if not found.remarks.damaged and not any(
         (folder / ".lock").exists() or runs.read_run(folder) for folder in folders
