@@ -73,10 +73,12 @@ def body(run: Run) -> None:
     names = {name: name.replace(".default", "").replace(".modules_to_save", "") for name in trained(plain)}
     shapes = {name: p.shape for name, p in trained(plain).items()}
     usable = {name: saved[key] for name, key in names.items() if key in saved and saved[key].shape == shapes[name]}
-    wrong = [name for name in names if name not in usable]
+    empty = [name for name, key in names.items() if key in saved and not saved[key].numel()]
+    others = [name for name in names if name not in usable and name not in empty]
     run.fact("shapes in the file", sorted({str(tuple(value.shape)) for value in saved.values()}))
     run.metric("empty", sum(not value.numel() for value in saved.values()))
-    run.check("shapes", actual=len(wrong), expected=0, tolerance=0, subject=compared(names, wrong))
+    run.check("names", actual=len(others), expected=0, tolerance=0, subject=f"missing or of another shape: {others}")
+    run.check("shapes", actual=len(empty), expected=0, tolerance=0, subject=compared(names, empty))
     reference.check(run, last=usable)
 
 

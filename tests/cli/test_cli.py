@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,33 @@ def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
         "repro: the standard output: cannot be written"
     )
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["match", "/no/such.log"], 2),
+        (["match", "-"], 2),
+        (["run", "no-such-case", "--bisect-exit"], 130),
+    ],
+)
+def test_error_keeps_its_exit_code_without_standard_streams(words: list[str], code: int) -> None:
+    """Its message cannot be written: 1 would be an answer."""
+    command = [sys.executable, "-m", "repro_matrix", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            ["sh", "-c", 'exec "$@" <&-', "sh", *command], stderr=full, timeout=600
+        )
+    assert done.returncode == code
+
+
+def test_module_that_replaces_a_needed_one_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "typing.py").touch()
+    command = [sys.executable, "-m", "repro_matrix", "list"]
+    path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 198 and "PYTHONPATH" in done.stderr
 
 
 def test_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,3 +341,5 @@ def test_defect_exits_with_70(
     monkeypatch.setattr("repro_matrix.cli.list.main.callback", lambda args: {}["x"])
     code, _, err = call(capsys, "list")
     assert code == 70 and "a defect of repro-matrix" in err and "KeyError" in err
+    monkeypatch.setattr("repro_matrix.cli.run.main.callback", lambda args: {}["x"])
+    assert call(capsys, "run", "fsdp-generate", "--bisect-exit")[0] >= 128

@@ -131,6 +131,22 @@ def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(
         )
 
 
+def test_machine_without_a_loopback_interface_measures_nothing(
+    repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that has no network at all."""
+
+    def unreachable(*args: Any, **options: Any) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    words = (*ONE, f"stack=python:{python_that_says(tmp_path, *lines())}", "hardware=cpu")
+    done = repro(FakeNvml([]), "doctor", *words, "--json")
+    assert done.code == 3 and "127.0.0.1" in json.loads(done.out)["problems"][0]
+    done = repro(FakeNvml([]), "matrix", *words)
+    assert done.code == 3 and "127.0.0.1" in done.err
+
+
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
     words = ("doctor", *ONE, "--json")
     python = python_that_says(tmp_path, *lines())

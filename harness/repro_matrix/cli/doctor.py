@@ -12,7 +12,7 @@ from typing import Any
 from repro_matrix.cli import options
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import GpuState, describe_gpu, other_user, states
-from repro_matrix.environment.machine import Machine, no_ptrace, shm_mb, unwritable
+from repro_matrix.environment.machine import Machine, no_loopback, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.profiles import HardwareError
 from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.environment.stacks.extensions import op_compiled
@@ -110,7 +110,7 @@ def _check_stacks(prepared: Session) -> tuple[Stack, dict[str, tuple[Any, str | 
 
 def _problems(prepared: Session, gpus: Mapping[str, GpuState]) -> list[str]:
     """Return the problems that a run would have with folders and GPUs."""
-    problems = []
+    problems = [why] if (why := no_loopback()) else []
     for key, folder in {"REPRO_CACHE": cache_dir(), "results": runs.scratch()}.items():
         if why := unwritable(folder):
             problems.append(f"{why}: set another with {key}=DIR")

@@ -6,6 +6,7 @@ imported only when the command runs.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -65,12 +66,29 @@ Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect,
 DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
     errno.ENOENT,
     errno.ENOTDIR,
 )
+
+
+class Stderr(io.TextIOWrapper):
+    """A standard error that discards what it cannot write.
+
+    A full disk or a closed pipe behind it neither ends a run nor changes an exit code.
+    """
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def overview() -> str:
@@ -144,58 +162,66 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; `repro --help` lists them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        old = sys.stderr
+        sys.stderr = Stderr(old.buffer, old.encoding, "replace", line_buffering=True)
     gc.set_threshold(100_000)  # the default takes a third of the time in which results are read
     if sys.stdout is None:  # the caller closed it
         print(
             "repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr
         )
         return ReproError.exit_code
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8
     try:
         code = _run(arguments)
         sys.stdout.flush()  # report a failed write here instead of at Python's exit
         return code
-    except ReproError as error:
-        print(f"repro: {error}", file=sys.stderr)
-        # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
-        return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
-    except BrokenPipeError:  # `repro list | head`: 0 would be an answer
-        _discard_output()
-        return 128 + signal.SIGPIPE
+    except Exception as error:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
+        code = _failed(error)
+        # `git bisect run` reads smaller codes as "bad" and stops from 128 on.
+        return code + 128 if "--bisect-exit" in arguments and code < 128 else code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except OSError as error:
-        if error.errno not in DISK:
-            return _defect()
-        place, advice = (
-            error.filename,
-            "Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option for it.",
+
+
+def _failed(error: Exception) -> int:
+    """Report what ended the command; return its exit code."""
+    if isinstance(error, ReproError):
+        print(f"repro: {error}", file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):  # `repro list | head`: 0 would be an answer
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    if not isinstance(error, OSError) or error.errno not in DISK:
+        traceback.print_exc()
+        python = f"Python {sys.version.split()[0]}"
+        path = os.environ.get("PYTHONPATH")
+        hint = f". A module of PYTHONPATH={path} may be in its way" if path else ""
+        print(
+            f"repro: this is a defect of repro-matrix, not a result; {python}{hint}",
+            file=sys.stderr,
         )
-        if place is None:
-            place, advice = "the standard output", ""
-            _discard_output()
-        verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
-        text = f"repro: {place}: cannot be {verb}: {error.strerror}. {advice}"
-        print(text.rstrip(), file=sys.stderr)
-        return ReproError.exit_code
-    except Exception:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
-        return _defect()
+        return ExitCode.DEFECT
+    place, advice = (
+        error.filename,
+        "Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option for it.",
+    )
+    if place is None:
+        place, advice = "the standard output", ""
+        _discard_output()
+    elif str(place).startswith("/proc/"):
+        advice = "repro-matrix needs /proc."
+    unreadable = (errno.EACCES, errno.EPERM, errno.ENOENT)
+    verb = "opened" if error.errno in unreadable else "written"
+    text = f"repro: {place}: cannot be {verb}: {error.strerror}. {advice}"
+    print(text.rstrip(), file=sys.stderr)
+    return ReproError.exit_code
 
 
 def _discard_output() -> None:
     """Discard what is still to be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _defect() -> int:
-    traceback.print_exc()
-    print(
-        f"repro: this is a defect of repro-matrix, not a result; Python {sys.version.split()[0]}",
-        file=sys.stderr,
-    )
-    return ExitCode.DEFECT
 
 
 if __name__ == "__main__":

@@ -106,7 +106,9 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
     """
     if selection:
         words = " ".join(f"{axis}={','.join(patterns)}" for axis, patterns in selection.items())
-        missing = [one for one in selection.get("case", ()) if not matching(found.stored_cases, one)]
+        missing = [
+            one for one in selection.get("case", ()) if not matching(found.stored_cases, one)
+        ]
         hint = "".join(nearest(one, found.stored_cases) for one in missing)
         raise ResultsError(f"{words}: selects no stored cell{hint}")
     if not found.remarks.damaged and not any(

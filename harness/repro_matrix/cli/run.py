@@ -30,8 +30,8 @@ from repro_matrix.text import counted, log
 @matrix.run_options
 @options.flag(
     "--bisect-exit",
-    "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or"
-    " more: an error",
+    "for git bisect run: of the variant unfixed, or the script, 0 passed, 1 the failure occurs, 125"
+    " neither; 128 or more: an error",
 )
 def main(args: options.Arguments) -> int:
     if scripts.names_script(args):

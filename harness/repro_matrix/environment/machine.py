@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -298,6 +299,19 @@ def unwritable(folder: Path) -> str | None:
 def conditions() -> Around:
     """Return what a result records of these checks; computed once (30 ms of CPU)."""
     return {"shm_mb": shm_mb(), "ptrace": no_ptrace() is None}
+
+
+def no_loopback() -> str | None:
+    """Return why ranks of this machine cannot connect to each other; None if they can."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return (
+            f"ranks cannot connect to each other on 127.0.0.1: {error.strerror or error}. Bring the"
+            " loopback interface up: ip link set lo up"
+        )
+    return None
 
 
 def no_ptrace() -> str | None:

@@ -47,7 +47,8 @@ TAIL_LINES, TAIL_BYTES = 60, 8192
 
 # characters that break a terminal or an XML report
 _CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")
-_DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
+# The last: the limit of `ulimit -f`.
+_DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded|File too large")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|Unable to allocate|out of memory", re.IGNORECASE
@@ -222,7 +223,10 @@ def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
         and record.get("ended") is None
         and _DISK.search(rank["log_tail"])
     ):
-        return "disk", "its record could not be written: no space left on the device"
+        return (
+            "disk",
+            "its record could not be written: no space left, or a limit of file sizes",
+        )
     return _of_exception(cast(Json, error), str(record.get("phase")), device) if error else None
 
 
@@ -231,8 +235,8 @@ def _of_log(text: str) -> tuple[str, str] | None:
 
     The script or the kit could not be imported.
     """
-    if _DISK.search(text):
-        return "disk", "no space left on the device"
+    if found := _DISK.search(text):
+        return "disk", found[0]
     frames = list(_FRAME.finditer(text))
     error = next((line for line in reversed(text.splitlines()) if _ERROR.match(line)), None)
     if frames and error and is_project_code("", frames[-1]["file"]):

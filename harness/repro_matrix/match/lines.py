@@ -50,6 +50,8 @@ def read_lines(path: str) -> Iterator[str]:
     read, as a ``CutLine``. Raises LogError.
     """
     number = 0
+    if path == "-" and sys.stdin is None:
+        raise LogError("the standard input is closed: name a file, or pipe a log into the command")
     try:
         with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
             for text in _decoded(file, path):

@@ -17,6 +17,7 @@ from typing import Any
 from repro_matrix.config.catalog import Catalogue, parse_file, read_yaml
 from repro_matrix.config.schema import Case, Model, Strategy
 from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment.machine import no_loopback
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
@@ -132,6 +133,8 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
 
     Their documents are not kept. There are no canary cells where nothing is launched.
     """
+    if why := no_loopback():
+        return why
     planted = canary_catalogue(session.catalogue)
     alone = [Profile(NCCL_ALONE, "cuda", "nccl", tuple(session.gpus))] if session.gpus else []
     inner = replace(

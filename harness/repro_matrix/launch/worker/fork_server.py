@@ -208,7 +208,7 @@ class Supervisor:
                 if os.getppid() != self.server:
                     self.answer["error"] = {
                         "kind": "launcher_died",
-                        "message": "the fork server ended",
+                        "message": "the fork server ended, perhaps for lack of memory",
                     }
                 return
 
