@@ -58,7 +58,7 @@ def _closed_locks(folder: Path) -> set[tuple[Path, int]]:
     in_use = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if files else ()):
         with suppress(OSError):  # ended meanwhile, or another user's
-            in_use |= {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
+            in_use |= {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
     return {each for each in files if str(each[0].resolve()) not in in_use}
 
 
