@@ -87,13 +87,13 @@ class World:
         self.resolved.append(spec)
         wanted = parse_stack(spec)
         if wanted.base not in self.bases:
-            raise StackError("usage", f"no stack named {wanted.base!r}")
+            raise StackError(f"no stack named {wanted.base!r}")
         base = self.bases[wanted.base]
         versions = dict(base)
         for swap in wanted.swaps:
             version = self.version_at(swap.url) if swap.url else next(iter(swap.specifier)).version
             if (canonical(swap.name), version) in self.uninstallable:
-                raise StackError("unavailable", f"{swap} has nothing for this Python")
+                raise StackError(f"{swap} has nothing for this Python", "unavailable")
             versions[canonical(swap.name)] = version
         moved = {name: ("1.0", version) for name, version in self.moves(versions).items()}
         versions |= {name: version for name, (_, version) in moved.items()}
@@ -104,7 +104,7 @@ class World:
                 f" {name}=={versions[name]}"
             )
             raise StackError(
-                "unavailable", f"stack {spec}: the requirements contradict each other\n  {said}"
+                f"stack {spec}: the requirements contradict each other\n  {said}", "unavailable"
             )
         python = f"/fake/{short_hash(json.dumps(versions, sort_keys=True))}"
         self._pythons[python] = Stack(spec, python, versions, (), short_hash(python), moved)
@@ -112,14 +112,14 @@ class World:
 
     def check(self, spec: str) -> None:
         if parse_stack(spec).base not in self.bases and not parse_stack(spec).file:
-            raise StackError("usage", f"no stack named {parse_stack(spec).base!r}")
+            raise StackError(f"no stack named {parse_stack(spec).base!r}")
 
     def releases(
         self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None
     ) -> list[Release]:
         if package not in self.listed:
             raise StackError(
-                "unavailable", f"the index has no package {package!r}; did you mean 'transformers'?"
+                f"the index has no package {package!r}; did you mean 'transformers'?", "unavailable"
             )
         found = [
             r

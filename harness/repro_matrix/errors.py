@@ -84,8 +84,8 @@ def _stem(word: str) -> str:
 class Options(dict[str, V]):
     """Options by name. ``left_out``: the options with an invalid file, each with its error."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         self.left_out: dict[str, ConfigError] = {}
 
 

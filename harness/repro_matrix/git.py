@@ -49,8 +49,7 @@ def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
 
 
 def _status(root: Path, paths: Sequence[Path]) -> str | None:
-    listed = map(str, paths)
-    return run_git(root, "status", "--porcelain", "--untracked-files=all", "--", *listed)
+    return run_git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths))
 
 
 def changed_files(before: str | None, now: str | None, until: float) -> list[str]:
@@ -64,18 +63,15 @@ def changed_files(before: str | None, now: str | None, until: float) -> list[str
         (own.folder, [*own.conf, *own.scripts] if own.file else []),
     ]
     for root, paths in (*sources, (ROOT, [ROOT / "harness"])):
-        if paths:
-            listed = list(map(str, paths))
-            if before and now and before != now:
-                found += (
-                    run_git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed)
-                    or ""
-                ).splitlines()
-            edited = [root / file for file in uncommitted_files(root, paths)] if until else []
-            before_then = [
-                file for file in edited if file.exists() and file.stat().st_mtime <= until
-            ]
-            found += [f"{file.relative_to(root)}{UNCOMMITTED}" for file in before_then]
+        if not paths:
+            continue
+        if before and now and before != now:
+            diff = ("diff", "--name-only", "--no-renames", before, now, "--", *map(str, paths))
+            found += (run_git(root, *diff) or "").splitlines()
+        for name in uncommitted_files(root, paths) if until else ():
+            file = root / name
+            if file.exists() and file.stat().st_mtime <= until:
+                found.append(f"{name}{UNCOMMITTED}")
     return list(dict.fromkeys(found))
 
 

@@ -68,13 +68,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file, or the target of a link, in one step.
+    """Replace a file, or the target of a link, in one step; create its folder.
 
     A device or a pipe is written to instead: as root, a rename would replace /dev/null by a file.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     path = path.resolve() if path.exists() else path
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # pids are of one node
     try:

@@ -78,9 +78,9 @@ class Measurement:
     def _run(self) -> None:
         plans = []
         for plan in self.prepared.plans:
-            # The first variant of a failure is the unfixed one, which every verdict needs.
-            chosen = {plan.variants[0].variant, *self.wanted.get(item_place(plan), ())}
-            if item_place(plan) in self.wanted:
+            if wanted := self.wanted.get(item_place(plan)):
+                # The first variant of a failure is the unfixed one, which every verdict needs.
+                chosen = {plan.variants[0].variant, *wanted}
                 variants = tuple(each for each in plan.variants if each.variant in chosen)
                 plans.append(replace(plan, variants=variants))
         try:

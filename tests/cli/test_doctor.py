@@ -368,7 +368,7 @@ def test_every_pair_of_gpus_is_tried_and_those_that_fail_are_named(
         and said["torch"]["pairs"] == [[2, 3], [3, 4]]
         and not said["torch"]["without_p2p"]
     )
-    assert "GPUs 2 and 3 " in said["problems"][0]
+    assert "fails on GPU 2 and 3, GPU 3 and 4: " in said["problems"][0]
     assert (
         probe_module.pairs_of([0, 2, 5, 7]) == [[0, 2], [5, 7]] and probe_module.pairs_of([4]) == []
     )

@@ -100,7 +100,7 @@ def test_a_run_needs_no_locks(no_locks: None, tmp_path: Path) -> None:
     store.save(store.path_of("cpu", "torch2", "a/cell"), made)  # type: ignore[arg-type]
     store.close()
     assert [each["case"] for each in store.documents()] == ["a"]
-    with workspace.workplace() as place:
+    with workspace.workplace("auto", [], print) as place:
         assert place.run_dir.is_dir()
 
 

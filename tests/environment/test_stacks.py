@@ -124,7 +124,7 @@ def test_floating_stack_is_resolved_daily_also_offline(
     cached = next((paths.cache_dir() / "locks").glob("moving-*.txt"))
     os.utime(cached, (0, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(locks, "run_uv", mock.Mock(side_effect=StackError("infra", "away")))
+        patch.setattr(locks, "run_uv", mock.Mock(side_effect=StackError("away", "infra")))
         assert resolve("moving").versions["top"] == "2.0"
     make_lock("moving")
     assert resolve("moving").versions["top"] == "3.0"
@@ -460,6 +460,6 @@ def test_between_and_exact_select_releases_or_name_the_nearest() -> None:
     for text in ("4.36", "4.36..new", "4.45..4.36", "6..7"):
         with pytest.raises(StackError):
             between_of(text)
-    assert package_index.exact("demo", RANGE, "5.0") == 3
+    assert package_index.exact("demo", RANGE, "5.0") == "5.0.0"
     with pytest.raises(StackError, match=r"4\.36\.0, 4\.36\.2, 5\.0\.0, 5\.23\.0"):
         package_index.exact("demo", RANGE, "4.37")

@@ -97,7 +97,7 @@ def test_stack_is_built_only_if_its_pins_let_something_run(
 
     def resolve(name: str) -> Stack:
         resolved.append(name)
-        raise StackError(name, "not built in this test")
+        raise StackError("not built in this test")
 
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
     monkeypatch.setattr(prerequisites, "resolve", resolve)

@@ -386,7 +386,7 @@ def test_versions_without_the_index_keeps_known_answers(
 ) -> None:
     def resolve(spec: str, **_: Any) -> Any:
         if "4.41.1" in spec:
-            raise stacks.StackError("infra", "no connection to the index")
+            raise stacks.StackError("no connection to the index", "infra")
         return world.resolve(spec)
 
     monkeypatch.setattr(stacks, "resolve", resolve)

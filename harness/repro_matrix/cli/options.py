@@ -359,8 +359,6 @@ def stack_of(side: str, text: str, base: str, package: str) -> str:
     if is_release(text):
         package = stacks.spec.canonical(package)
         known = package_index.releases(package, yanked=True, pre=True)
-        text = stacks.with_release(
-            base, package, known[package_index.exact(package, known, text)].version
-        )
+        text = stacks.with_release(base, package, package_index.exact(package, known, text))
     check_side(side, text)
     return text

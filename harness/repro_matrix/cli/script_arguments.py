@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ def _failure_of(args: Arguments, needs_limit: bool) -> ScriptFailure:
         raise ConfigError(f"{names[0]} and {names[1]} both describe the failure. Give one of them.")
     failure = ScriptFailure()
     if names and names != ["--numbers"]:
-        failure = FAILURES[names[0]](getattr(args, names[0].strip("-")))
+        value = getattr(args, names[0].strip("-"))
+        failure = replace(FAILURES[names[0]](value), option=(names[0], str(value)))
     if needs_limit and failure.needs_limit:
         text = "write NAME > NUMBER; only a bisection can find the limit itself"
         raise ConfigError(f"--metric {failure.text!r}: {text}.")

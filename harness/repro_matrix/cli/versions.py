@@ -34,6 +34,8 @@ from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
 
 if TYPE_CHECKING:
+    from packaging.version import Version
+
     from repro_matrix.compare.two_sides import NumbersProber
 
 
@@ -124,11 +126,11 @@ def _prober(args: options.Arguments) -> tuple[Prober, str]:
     return Prober(request, log, threading.Event()), base
 
 
-def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> str | None:
+def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> Version | None:
     """Return the oldest release that the base or a shipped stack's lock has."""
     pinned = [stack.versions.get(package)]
     for slug in spec.definitions():
         path = spec.lock_path(slug)
         if path.exists():
             pinned.append(read_lock(path).pins.get(package))
-    return next((release.version for release in available if release.version in pinned), None)
+    return next((release.parsed for release in available if release.version in pinned), None)

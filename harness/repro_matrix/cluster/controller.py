@@ -37,8 +37,8 @@ class Controller:
         cells: Sequence[Cell],
         root: Path,
         say: Callable[[str], None],
-        resume: bool = False,
-        code: Mapping[str, str] | None = None,
+        resume: bool,
+        code: Mapping[str, str],
     ) -> None:
         """``texts``: the run's overrides without the executor. ``root``: the run's folder.
 
@@ -46,7 +46,7 @@ class Controller:
         jobs of an earlier run in this folder are cancelled and removed. Raises ConfigError: the run
         to resume had another selection; ResultsError: another run writes to this folder.
         """
-        self.texts, self.cells, self.root, self.code = list(texts), cells, root, dict(code or {})
+        self.texts, self.cells, self.root, self.code = list(texts), cells, root, dict(code)
         self.logs = root / JOBS
         self.jobs = Jobs(executor, self.logs, say)
         self.store = Store(root)
@@ -67,17 +67,12 @@ class Controller:
             )
         count = min(executor.shards or executor.array_parallelism, len(cells))
         self.shards = stored["shards"] if stored else count
-        self.logs.mkdir(parents=True, exist_ok=True)
         noted = {"texts": self.texts, "shards": self.shards, "code": self.code}
         write_text(self.logs / NOTE, json.dumps(noted) + "\n")
-        self.parts = [
-            Part(
-                f"shard {number}",
-                self.logs / f"shard-{number}",
-                self._command(number, self.logs / f"shard-{number}"),
-            )
-            for number in range(1, self.shards + 1)
-        ]
+        self.parts = []
+        for number in range(1, self.shards + 1):
+            folder = self.logs / f"shard-{number}"
+            self.parts.append(Part(f"shard {number}", folder, self._command(number, folder)))
         self.missing: list[Cell] = []  # cells that no shard measured
         self.damaged: list[str] = []  # results that cannot be read
 
@@ -126,7 +121,8 @@ class Controller:
                     self.store.adopt(Path(made), target, document)
                 paths.append(str(target))
                 variants = list(document["variants"].values())
-                reasons.update([variants[0]["skipped"]] if variants[0]["skipped"] else [])
+                if skipped := variants[0]["skipped"]:
+                    reasons[skipped] += 1
                 totals.attempts += sum(len(each["attempts"]) for each in variants)
             self.damaged += results.damaged
             run = runs.read_run(part.folder)

@@ -68,7 +68,6 @@ class Part:
     def note(self, job: str) -> None:
         self.jobs.append(job)
         self.waits, self.missing_since = False, None
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / NOTE, json.dumps(self.jobs) + "\n")
 
 
@@ -78,14 +77,16 @@ def jobs_of(folder: Path) -> list[str]:
     return list(map(str, found)) if isinstance(found, list) else []
 
 
+@dataclass
 class Jobs:
     """Jobs of one command. ``logs``: the folder of their logs."""
 
-    def __init__(self, executor: SlurmExecutor, logs: Path, say: Callable[[str], None]) -> None:
-        self.executor, self.logs, self.say = executor, logs, say
-        self._status = ""
-        self._accepted = False  # SLURM has accepted a job
-        self._held = False  # SLURM accepted fewer jobs than there are: the rest follows them
+    executor: SlurmExecutor
+    logs: Path
+    say: Callable[[str], None]
+    _status: str = ""
+    _accepted: bool = False  # SLURM has accepted a job
+    _held: bool = False  # SLURM accepted fewer jobs than there are: the rest follows them
 
     def run(self, parts: Sequence[Part], stop: threading.Event) -> None:
         """Submit what has no result and is not in the queue, and wait for the jobs to end.

@@ -14,6 +14,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+from repro_matrix.text import counted
+
 MIB = 2**20
 # environment variable of every process that one run of the harness started (servers too)
 RUN_TOKEN = "REPRO_RUN"
@@ -84,10 +86,8 @@ class GpuState:
     used_mb: int = 0  # by all processes; without the driver's own part where it is reported
     processes: tuple[GpuProcess, ...] = ()
     ecc_uncorrected: int | None = None  # since the driver was loaded
-    problem: str | None = (
-        # why nothing may be launched on it: lost, MIG mode, to be reset, faulty memory, unknown
-        None
-    )
+    # why nothing may be launched on it: lost, MIG mode, to be reset, faulty memory, unknown
+    problem: str | None = None
 
     @property
     def others(self) -> tuple[GpuProcess, ...]:
@@ -100,15 +100,12 @@ def describe_unusable(gpus: Iterable[Gpu]) -> list[str]:
     reasons: dict[tuple[str, str | None], list[Gpu]] = {}
     for gpu in gpus:
         reasons.setdefault((gpu.name, gpu.unusable), []).append(gpu)
-    numbers = {key: ", ".join(str(gpu.index) for gpu in same) for key, same in reasons.items()}
-    return [
-        (
-            str(same[0])
-            if len(same) == 1
-            else f"GPUs {numbers[name, why]} ({len(same)} x {name or 'unknown'}): {why}"
-        )
-        for (name, why), same in reasons.items()
-    ]
+    lines = []
+    for (name, why), same in reasons.items():
+        numbers = ", ".join(str(gpu.index) for gpu in same)
+        several = f"GPUs {numbers} ({len(same)} x {name or 'unknown'}): {why}"
+        lines.append(several if len(same) > 1 else str(same[0]))
+    return lines
 
 
 def describe_gpu(gpu: Gpu, state: GpuState) -> str:
@@ -127,16 +124,15 @@ def describe_gpu(gpu: Gpu, state: GpuState) -> str:
 
 def stranger(state: GpuState) -> str | None:
     """Describe who computes on a GPU that no run has locked; None: it is free."""
-    named = [
-        each for each in state.processes if each.memory_mb is None or each.memory_mb >= STRANGER_MB
+    texts = [
+        str(each)
+        for each in state.processes
+        if each.memory_mb is None or each.memory_mb >= STRANGER_MB
     ]
     unnamed = _used_by_unnamed(state)
-    texts = (
-        [f"{unnamed} MiB by processes that the driver does not name"]
-        if unnamed > UNNAMED_MB
-        else []
-    )
-    return ", ".join([*map(str, named), *texts]) or None
+    if unnamed > UNNAMED_MB:
+        texts.append(f"{unnamed} MiB by processes that the driver does not name")
+    return ", ".join(texts) or None
 
 
 def _used_by_unnamed(state: GpuState) -> int:
@@ -217,9 +213,8 @@ class Pynvml:
             if error.value == getattr(self.lib, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", None):
                 text = (
                     f"driver/library version mismatch ({text}): the driver was updated, and the old"
-                    " one is still "
+                    " one is still loaded. Reload its kernel modules, or reboot"
                 )
-                text += "loaded. Reload its kernel modules, or reboot"
             raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
@@ -271,11 +266,10 @@ class Pynvml:
 
     def _problem(self, handle: Any) -> str | None:
         if (self._optional("nvmlDeviceGetMigMode", handle) or [0])[0]:
-            why = (
+            return (
                 "it is in MIG mode, and its MIG instances are left out, because measurements need"
-                " whole GPUs"
+                " whole GPUs: nvidia-smi -mig 0 ends it"
             )
-            return f"{why}: nvidia-smi -mig 0 ends it"
         # drivers from r570 on
         action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         values = (
@@ -293,11 +287,9 @@ class Pynvml:
 
     def watch_errors(self, uuids: Iterable[str]) -> None:
         self._events = self._optional("nvmlEventSetCreate")
+        kind = self.lib.nvmlEventTypeXidCriticalError
         for uuid in uuids if self._events is not None else ():
-            handle, kind = (
-                self._optional("nvmlDeviceGetHandleByUUID", uuid),
-                self.lib.nvmlEventTypeXidCriticalError,
-            )
+            handle = self._optional("nvmlDeviceGetHandleByUUID", uuid)
             self._optional("nvmlDeviceRegisterEvents", handle, kind, self._events)
 
     def next_error(self) -> tuple[str, int] | None:
@@ -330,8 +322,6 @@ def query() -> tuple[tuple[Gpu, ...], str, str | None]:
     """Return all GPUs by NVML's index, the driver's version, and the newest CUDA that it supports.
 
     Raises DriverError. CUDA_VISIBLE_DEVICES does not matter here; unusable GPUs are included.
-
-    CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them.
     """
     with contextlib.closing(open_driver()) as driver:
         found = [_gpu(driver, index) for index in range(driver.count())]
@@ -423,17 +413,18 @@ class Nvml:
         state = _identified_state(self._driver, uuid)
         count = state.ecc_uncorrected  # None: no ECC, or it is off
         new = 0 if count is None else count - self._ecc.setdefault(uuid, count)
-        errors = f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None
+        errors = f"ECC: {counted(new, 'uncorrected memory error')}" if new > 0 else None
         return replace(state, problem=state.problem or errors)
 
     def failed_gpus(self) -> dict[str, str]:
         """Return the GPUs with a hardware error (Xid) since the run began, and the error."""
         try:
-            while self._driver is not None and (error := self._driver.next_error()) is not None:
-                if error[1] in APPLICATION_XIDS:
-                    self.program_errors.setdefault(error[0], set()).add(error[1])
+            while self._driver is not None and (error := self._driver.next_error()):
+                uuid, xid = error
+                if xid in APPLICATION_XIDS:
+                    self.program_errors.setdefault(uuid, set()).add(xid)
                 else:
-                    self._failed[error[0]] = f"Xid {error[1]}"
+                    self._failed[uuid] = f"Xid {xid}"
         except DriverError:
             return self._failed | {
                 uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)

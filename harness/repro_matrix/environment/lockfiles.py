@@ -20,6 +20,7 @@ from repro_matrix.environment.stacks import StackError
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.spec import HEAVY, NOT_OF_TORCH, canonical, short_hash
 from repro_matrix.errors import ConfigError
+from repro_matrix.paths import write_text
 from repro_matrix.text import counted
 
 FORMATS = "a requirements file with pins, as pip freeze writes it, or a project's uv.lock"
@@ -53,21 +54,19 @@ def parse_lock_file(text: str, path: str) -> Lockfile:
         if requirement is None:
             egg = re.search(r"#egg=([\w.-]+)", raw)
             unreleased[canonical(egg[1]) if egg else line] = line
-        else:
-            if requirement.marker is not None and not requirement.marker.evaluate():
-                continue
-            name, version = canonical(requirement.name), locks.one_release(requirement)
-            if requirement.url:
-                unreleased[name] = line
-            elif not version:
-                raise ConfigError(
-                    f"{where} is not one release. Write NAME==VERSION, as pip freeze does."
-                )
-            elif Version(pins.setdefault(name, version)) != Version(version):
-                raise ConfigError(
-                    f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of"
-                    " them."
-                )
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        name, version = canonical(requirement.name), locks.one_release(requirement)
+        if requirement.url:
+            unreleased[name] = line
+        elif not version:
+            raise ConfigError(
+                f"{where} is not one release. Write NAME==VERSION, as pip freeze does."
+            )
+        elif Version(pins.setdefault(name, version)) != Version(version):
+            two = f"two versions of {name}: {pins[name]} and {version}"
+            raise ConfigError(f"{where}: {two}. Remove one of them.")
     if not pins and not unreleased:
         raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
     return Lockfile(path, pins, unreleased)
@@ -108,14 +107,16 @@ def changed_packages(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]
                 f"{name} is not a release of an index ({good.path}: {one}; {bad.path}: {other})."
                 " Write NAME==VERSION in both, or give the environments: python:PATH."
             )
-    names = sorted(
-        name for name in {*good.pins, *bad.pins} if good.pins.get(name) != bad.pins.get(name)
-    )
-    if not names:
+    pairs = {
+        name: (good.pins.get(name, ""), bad.pins.get(name, ""))
+        for name in sorted({*good.pins, *bad.pins})
+    }
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not differing:
         raise ConfigError(
             f"{good.path} and {bad.path} name the same versions. Give two that differ."
         )
-    return {name: (good.pins.get(name, ""), bad.pins.get(name, "")) for name in names}
+    return differing
 
 
 def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
@@ -143,20 +144,17 @@ def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     for lockfile in (one, other):
         text = "".join(f"{name}=={version}\n" for name, version in sorted(lockfile.pins.items()))
         built.append(results / "scripts" / "lockfiles" / f"{short_hash(text)}.txt")
-        locks.write_lock(built[-1], text)
+        write_text(built[-1], text)
     return str(built[0]), str(built[1]), [*notes, "Both were built whole."]
 
 
 def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
     """Return both as overlays of the first stack that is here and on which both are possible."""
     # A file that names no torch does not say which stack it means.
-    names_torch = "torch" in one.pins and "torch" in other.pins
-    built = (
-        [item.name for item in stacks.defined_stacks() if item.state == "built"]
-        if names_torch
-        else []
-    )
-    for base in ["current", *built]:
+    bases = ["current"]
+    if "torch" in one.pins and "torch" in other.pins:
+        bases += [item.name for item in stacks.defined_stacks() if item.state == "built"]
+    for base in bases:
         try:
             versions = stacks.resolve(base).versions
         except StackError:  # damaged since it was built
@@ -175,12 +173,9 @@ def overlay_of(
     None if that is not possible: another torch, too many packages, or one that would have to be
     removed.
     """
-    torch = versions.get("torch", "")
-    pins = (
-        {**lockfile.pins, "torch": torch}
-        if lockfile.pins.get("torch") == torch.partition("+")[0]
-        else lockfile.pins
-    )
+    torch, pins = versions.get("torch", ""), dict(lockfile.pins)
+    if pins.get("torch") == torch.partition("+")[0]:
+        pins["torch"] = torch
 
     def comes_with_torch(name: str) -> bool:
         """Return whether torch brings it: nvidia-..., triton.
@@ -189,8 +184,11 @@ def overlay_of(
         """
         return "torch" in pins and name not in ("torch", *NOT_OF_TORCH) and bool(HEAVY.match(name))
 
-    changed = {name: version for name, version in pins.items() if version != versions.get(name)}
-    changed = {name: version for name, version in changed.items() if not comes_with_torch(name)}
+    changed = {
+        name: version
+        for name, version in pins.items()
+        if version != versions.get(name) and not comes_with_torch(name)
+    }
     extra = [
         name
         for name in other.pins

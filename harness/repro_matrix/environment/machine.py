@@ -65,16 +65,18 @@ class Machine:
         ``given``: the run's env.
         """
         dropped = [text for text in self.shell if text.partition("=")[0] not in given]
-        more = " ".join(f"env.{text}" for text in dropped)
-        texts = [
-            f"set in this shell, and ranks do not inherit it: {', '.join(dropped)}. Give it to them"
-            f" with {more}"
-        ]
-        files = [
-            f"NCCL reads {name} in every rank, and results depend on it: see what it sets"
-            for name in self.nccl_files
-        ]
-        return [*(texts if dropped else []), *files]
+        texts = []
+        if dropped:
+            more = " ".join(f"env.{text}" for text in dropped)
+            texts.append(
+                f"set in this shell, and ranks do not inherit it: {', '.join(dropped)}. Give it to"
+                f" them with {more}"
+            )
+        for name in self.nccl_files:
+            texts.append(
+                f"NCCL reads {name} in every rank, and results depend on it: see what it sets"
+            )
+        return texts
 
 
 def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Machine:
@@ -97,9 +99,8 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     shown, problem = (
         ((), None) if asks_for_none else visible_gpus(text, gpus, env.get("CUDA_DEVICE_ORDER"))
     )
-    usable, left_out = (
-        tuple(gpu for gpu in shown if bool(gpu.unusable) == wrong) for wrong in (False, True)
-    )
+    usable = tuple(gpu for gpu in shown if not gpu.unusable)
+    left_out = tuple(gpu for gpu in shown if gpu.unusable)
     reasons: list[str] = []
     if not usable and not asks_for_none:
         reasons = [str(error)] if error and not error.missing else []
@@ -109,9 +110,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
             reasons.append(
                 f"{error}: in a container, the driver's libraries have to be passed in, too"
             )
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = len(os.sched_getaffinity(0))
     allowed_cores, allowed_bytes = cgroup_limits()
     memory = psutil.virtual_memory()
     return Machine(
@@ -126,9 +125,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         unusable=tuple(reasons),
         hidden=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if asks_for_none else None,
         shell=tuple(f"{name}={value}" for name, value in sorted(env.items()) if _SHELL.match(name)),
-        nccl_files=tuple(
-            f"/{path.relative_to(root)}" for path in (root / "etc/nccl.conf",) if path.exists()
-        ),
+        nccl_files=("/etc/nccl.conf",) if (root / "etc/nccl.conf").exists() else (),
         nodes=nodes.count(env),
         free_gb=min(memory.available, allowed_bytes - cgroup_used()) / 2**30,
     )
@@ -151,45 +148,33 @@ def visible_gpus(
     for entry in text.split(","):
         matches = [gpu for gpu in gpus if _names(entry, gpu, by_uuid)]
         if len(matches) != 1 or matches[0] in shown:
-            named = (
-                "a GPU a second time"
-                if len(matches) == 1
-                else f"{len(matches) or 'none'} of the {len(gpus)} GPUs"
+            named = f"{len(matches) or 'none'} of the {len(gpus)} GPUs"
+            if len(matches) == 1:
+                named = "a GPU a second time"
+            elif entry.startswith("MIG-"):
+                named += "; measurements need whole GPUs, not MIG devices"
+            elif not matches and any(_names(entry, gpu, not by_uuid) for gpu in gpus):
+                named += ": CUDA takes numbers or UUIDs, as the first entry is, and not both"
+            wrong = (
+                f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}. Correct or unset it"
             )
-            why = (
-                "; measurements need whole GPUs, not MIG devices"
-                if entry.startswith("MIG-")
-                else ""
-            )
-            if not matches and any(_names(entry, gpu, not by_uuid) for gpu in gpus):
-                why = ": CUDA takes numbers or UUIDs, as the first entry is, and not both"
-            return (
-                (),
-                (
-                    f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{why}. Correct or"
-                    " unset it"
-                ),
-            )
+            return (), wrong
         shown += matches
     models = {gpu.name for gpu in gpus if gpu.name}  # a lost GPU has no name
     if not by_uuid and order != "PCI_BUS_ID" and len(shown) < len(gpus) and len(models) > 1:
-        return (
-            (),
-            (
-                f"{VISIBLE_DEVICES}={text} counts devices in CUDA's own order (the fastest first),"
-                " which NVML does not know, and this machine's GPUs differ: set"
-                " CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID"
-            ),
+        wrong = (
+            f"{VISIBLE_DEVICES}={text} counts devices in CUDA's own order (the fastest first),"
+            " which NVML does not know, and this machine's GPUs differ: set"
+            " CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID"
         )
+        return (), wrong
     return tuple(shown), None
 
 
 def _names(entry: str, gpu: Gpu, by_uuid: bool) -> bool:
-    return (
-        entry.startswith("GPU-") and gpu.uuid.startswith(entry)
-        if by_uuid
-        else entry.strip() == str(gpu.index)
-    )
+    if by_uuid:
+        return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
+    return entry.strip() == str(gpu.index)
 
 
 def _signs(env: Mapping[str, str], root: Path) -> list[str]:
@@ -275,10 +260,9 @@ def _cpu_name() -> str:
 def shm_mb(path: Path = Path("/dev/shm")) -> int | None:
     """Return the size of shared memory; None where there is none."""
     try:
-        info = os.statvfs(path)
+        return shutil.disk_usage(path).total // 2**20
     except OSError:
         return None
-    return info.f_frsize * info.f_blocks // 2**20
 
 
 def unwritable(folder: Path) -> str | None:
@@ -287,12 +271,11 @@ def unwritable(folder: Path) -> str | None:
     # Path.exists raises without permission
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return None
-    return (
-        f"{folder}: cannot be written to ({existing} is"
-        f" {'not writable' if existing.is_dir() else 'no folder'})"
-    )
+    if not existing.is_dir():
+        return f"{folder}: cannot be written to ({existing} is not a folder)"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{folder}: cannot be written to ({existing} is not writable)"
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -342,8 +325,6 @@ def py_spy(pid: int) -> tuple[str, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"py-spy: {type(error).__name__}"
-    return (
-        (done.stdout, "")
-        if done.returncode == 0
-        else ("", f"py-spy: {first_line(done.stderr) or 'no message'}")
-    )
+    if done.returncode:
+        return "", f"py-spy: {first_line(done.stderr) or 'no message'}"
+    return done.stdout, ""

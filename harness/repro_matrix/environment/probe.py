@@ -50,11 +50,15 @@ _HINTS = {
 # Such a signal says nothing about the GPUs. The others are errors of the process itself (SIGSEGV,
 # SIGABRT).
 _FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU}
-_WRAPPER = "a program that wraps python, or a package that prints when it is imported"
+# In errors that another build of torch avoids.
 _OTHER_BUILD = (
     "driver on your system is too old",
     "no kernel image",
-)  # errors that another build of torch avoids
+    "it is a build for ROCm",
+    "it is a build without CUDA",
+    "it was built without NCCL",
+)
+_WRAPPER = "a program that wraps python, or a package that prints when it is imported"
 
 
 def run_probe(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> Json:
@@ -69,7 +73,7 @@ def run_probe(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str
         argument = "cpu" if devices is None else ",".join(map(str, devices))
         return {
             **_run_processes(stack, folder, [[argument]], [env])[0],
-            "asked": [] if devices is None else list(devices),
+            "asked": list(devices or ()),
         }
 
 
@@ -202,10 +206,8 @@ def _final_answer(output: bytes, process: subprocess.Popen[bytes], late: str) ->
     ][-1:]
     how = f"ended with exit code {process.returncode}"
     if process.returncode < 0:
-        how = (
-            f"was ended by {(ended_by := signal.Signals(-process.returncode)).name} (signal"
-            f" {ended_by.value})"
-        )
+        ended_by = signal.Signals(-process.returncode)
+        how = f"was ended by {ended_by.name} (signal {ended_by.value})"
         answer |= {"stopped": True} if ended_by in _FROM_OUTSIDE else {}
     return answer | {"failed": ": ".join([how, *last])[:400]}
 
@@ -286,10 +288,9 @@ def problem(
             answer.get("failed") and f"the probe {answer['failed']}"
         )
         return f"torch does not import in stack {stack.name}: {error}" if error else None
-    diagnosis = problem_of_torch(answer, profile)
-    if diagnosis is None:
+    reason = problem_of_torch(answer, profile)
+    if reason is None:
         return None
-    reason, other_build_helps = diagnosis
     torch = str(answer.get("torch") or "")
     newest = f", which supports CUDA up to {machine.cuda}" if machine.cuda else ""
     seen = f"NVML sees {count_names(profile.gpus)} (driver {machine.driver}{newest}), and"
@@ -307,7 +308,7 @@ def problem(
         [] if answer.get("pair") else [hint for words, hint in _HINTS.items() if words in reason]
     )
     lines += hints[:1]  # the reason of a pair has its own
-    if other_build_helps:
+    if any(text in reason for text in _OTHER_BUILD):
         release = f"=={torch.partition('+')[0]}" if torch else ""
         lines.append(
             "install a build that fits the driver: `uv pip install --reinstall-package torch"
@@ -317,16 +318,16 @@ def problem(
     return ";\n  ".join([*lines, "hardware=cpu runs with gloo anyway"])
 
 
-def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, bool] | None:
-    """Return (what is wrong, whether another build of torch helps)."""
+def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> str | None:
+    """Return what is wrong; None if torch computes on the GPUs."""
     if answer.get("import_error"):
-        return f"it does not import: {answer['import_error']}", False
+        return f"it does not import: {answer['import_error']}"
     if answer.get("torch") and (answer.get("hip") or not answer.get("cuda")):
-        return f"it is a build {'for ROCm' if answer.get('hip') else 'without CUDA'}", True
-    if answer.get("init_error"):
-        return answer["init_error"], any(text in answer["init_error"] for text in _OTHER_BUILD)
+        return f"it is a build {'for ROCm' if answer.get('hip') else 'without CUDA'}"
+    if error := answer.get("init_error"):
+        return str(error)
     if answer.get("failed"):
-        return f"the probe (at: {answer.get('stage')}) {answer['failed']}", False
+        return f"the probe (at: {answer.get('stage')}) {answer['failed']}"
     devices = answer["devices"]
     if not answer.get("gpus") == len(devices) == len(profile.gpus):
         fewer = f"it sees {answer.get('gpus')} of {len(profile.gpus)} GPUs"
@@ -334,56 +335,33 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
             "a container was given fewer than NVML shows: pass all in, or list its own in"
             " CUDA_VISIBLE_DEVICES"
         )
-        return f"{fewer} ({remedy})", False
+        return f"{fewer} ({remedy})"
     indices = [device.get("index", number) for number, device in enumerate(devices)]
     if indices != list(range(len(devices))):
-        return (
-            (
-                f"the probe reports devices {indices} instead of 0 to {len(devices) - 1} (look for"
-                f" {_WRAPPER})"
-            ),
-            False,
-        )
+        usual = f"0 to {len(devices) - 1}"
+        return f"the probe reports devices {indices} instead of {usual} (look for {_WRAPPER})"
     for number, (gpu, device) in enumerate(zip(profile.gpus, devices)):
-        if device.get("error"):
-            more = (
-                "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""
-            )
-            other_build_helps = any(text in device["error"] for text in _OTHER_BUILD)
-            return f"GPU {gpu.index} ({gpu.uuid}): {device['error']}{more}", other_build_helps
+        if error := device.get("error"):
+            more = "; CUDA_VISIBLE_DEVICES without it runs on the others" if devices[1:] else ""
+            return f"GPU {gpu.index} ({gpu.uuid}): {error}{more}"
         name, capability = str(device.get("name") or ""), device.get("capability")
         uuid = str(device.get("uuid") or "")
-        pairs = [
-            (capability, gpu.capability),
-            *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]],
-        ]
-        pairs += [(uuid.removeprefix("GPU-"), gpu.uuid.removeprefix("GPU-"))]
         # another order: other GPUs than the locked
-        if any(one and other and one != other for one, other in pairs):
+        seen = (capability, name.removeprefix("NVIDIA "), uuid.removeprefix("GPU-"))
+        real = (gpu.capability, gpu.name.removeprefix("NVIDIA "), gpu.uuid.removeprefix("GPU-"))
+        if any(one and other and one != other for one, other in zip(seen, real)):
             sees = f"it sees {name} (compute capability {capability}, {uuid or 'UUID unknown'})"
             have = f"{gpu.name} ({gpu.capability}, {gpu.uuid})"
-            return f"{sees}, where NVML has GPU {gpu.index}: {have}", False
+            return f"{sees}, where NVML has GPU {gpu.index}: {have}"
         if number in answer.get("asked", ()) and not device.get("touched"):
-            return (
-                f"nothing was computed on GPU {gpu.index}, which is free (look for {_WRAPPER})",
-                False,
-            )
+            return f"nothing was computed on GPU {gpu.index}, which is free (look for {_WRAPPER})"
     if profile.backend == "nccl" and not answer.get("nccl"):
-        return "it was built without NCCL", True
+        return "it was built without NCCL"
     if answer.get("pair"):
-        numbers = [
-            " and ".join(str(profile.gpus[device].index) for device in pair)
-            for pair in answer["pairs"]
-        ]
-        first, *others = [f"GPUs {text}" if " " in text else f"GPU {text}" for text in numbers]
-        also = f" (and on {', '.join(others)})" if others else ""
-        return (
-            (
-                f"an all-reduce of two ranks with NCCL on {first}{also} fails:"
-                f" {answer['pair']}{_detour(answer)}"
-            ),
-            False,
-        )
+        numbers = [[str(profile.gpus[device].index) for device in pair] for pair in answer["pairs"]]
+        pairs = ", GPU ".join(" and ".join(pair) for pair in numbers)
+        fails = f"an all-reduce of two ranks with NCCL fails on GPU {pairs}: {answer['pair']}"
+        return fails + _detour(answer)
     return None
 
 

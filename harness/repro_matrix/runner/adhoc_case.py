@@ -17,6 +17,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from repro_matrix.config import project, schema
 from repro_matrix.config.catalog import Catalogue, check_syntax, load
@@ -119,24 +120,19 @@ def command_of_words(words: Sequence[str], nproc: int | None = None) -> Command:
     elif program in LAUNCHERS:
         argv = ["-m", LAUNCHERS[program], *rest]
     else:
-        hint = (
-            "; write it as env.NAME=VALUE before the --"
-            if "=" in program
-            else nearest(program, [*LAUNCHERS, "python"])
-        )
+        hint = nearest(program, [*LAUNCHERS, "python"])
+        if "=" in program:
+            hint = "; write it as env.NAME=VALUE before the --"
         raise ConfigError(
             f"`{program}`: not a program that can be launched on a chosen stack{hint}"
         )
     module = argv[1] if argv[:1] == ["-m"] and len(argv) > 1 else ""
     plain = module not in STARTS_RANKS
+    users_module = module if plain else ""
     file = next((word for word in argv if word.endswith(".py")), None)
-    script = checked_script(file) if file and not (plain and module) else None
-    words_of_name = (
-        [module]
-        if plain and module
-        else [word for word in argv if not word.startswith("-")] or [program]
-    )
-    name = script.stem if script else words_of_name[-1].rpartition(".")[2]
+    script = checked_script(file) if file and not users_module else None
+    words_of_name = [word for word in argv if not word.startswith("-")] or [program]
+    name = script.stem if script else (users_module or words_of_name[-1]).rpartition(".")[2]
     return Command(
         tuple(argv), _ranks(argv, plain, nproc, words), plain, name, shlex.join(words), script
     )
@@ -186,9 +182,7 @@ def checked_script(word: str) -> Path:
     """Return the script's path; raise ConfigError if the file is missing or has a syntax error."""
     path = Path(word).expanduser().absolute()
     if not path.is_file():
-        beside = (
-            [str(other.name) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        )
+        beside = [other.name for other in path.parent.glob("*.py")]
         what = "is a folder" if path.is_dir() else "there is no such script"
         raise ConfigError(f"{word}: {what}{nearest(path.name, beside) if beside else ''}")
     check_syntax(path, word)
@@ -258,19 +252,20 @@ class Script:
         """Return the request for the script's one cell."""
         command = self.command
         case = self.case()
-        number = case.metric.pattern if case.metric else ""
         # Everything that the outcome depends on. Of the failure only what is read from logs: the
         # rest can be regraded.
-        options = {
+        options: dict[str, Any] = {
             "command": list(command.argv),
             "folder": os.getcwd(),
             "code": _code(command.script),
             "log": case.log,
-            "metric": number,
+            "metric": case.metric.pattern if case.metric else "",
             "deadline": case.launch.deadline,
         }
-        options |= {"checks": list(self.checks)} if self.checks else {}
-        options |= {"trace": [*self.trace.items(), _code(TRACER)]} if self.trace is not None else {}
+        if self.checks:
+            options["checks"] = list(self.checks)
+        if self.trace is not None:
+            options["trace"] = [*self.trace.items(), _code(TRACER)]
         overrides = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
         raw = case.model_dump(mode="json", include={"slug", "launch", "pass_criteria", "steps"})
         raw["variants"] = {VARIANT: {}}
@@ -324,25 +319,26 @@ class AdhocRequest(Request):
 
 def _code(script: Path | None) -> str:
     """Hash the script and what it imports."""
+    if script is None:
+        return ""
     digest = hashlib.sha256()
     files = _files(script)
     for path in files:
         name = os.path.relpath(path, files[0].parent)
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-    return digest.hexdigest()[:16] if script else ""
+    return digest.hexdigest()[:16]
 
 
-def _files(script: Path | None) -> list[Path]:
+def _files(script: Path) -> list[Path]:
     """Return the script and the files that it imports, directly or not.
 
     Imports are looked up in its folder, the working directory and PYTHONPATH.
     """
     seen = dict[Path, None]()
-    waiting = [script.resolve()] if script else []
+    waiting = [script.resolve()]
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    roots = dict.fromkeys(
-        [each.parent for each in waiting] + [Path(path).resolve() for path in (".", *paths)]
-    )
+    others = (Path(path).resolve() for path in (".", *paths))
+    roots = dict.fromkeys([waiting[0].parent, *others])
     for path in waiting:
         if path in seen or not path.is_file():
             continue
@@ -361,18 +357,15 @@ def _preloaded(command: Command) -> list[str] | None:
     """
     script = command.script
     torchrun = command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone")
-    if (
-        script is None
-        or not torchrun
-        or any(_IMPORTS_DIFFER.search(path.read_bytes()) for path in _files(script))
+    if script is None or not torchrun:
+        return None
+    others = (script.parent / each for name in PRELOADED for each in (name, f"{name}.py"))
+    files = _files(script)
+    if any(path.exists() for path in others) or any(
+        _IMPORTS_DIFFER.search(path.read_bytes()) for path in files
     ):
         return None
-    if any(
-        (script.parent / name).exists() or (script.parent / f"{name}.py").exists()
-        for name in PRELOADED
-    ):
-        return None
-    imported = {name for path in _files(script) for name in _imported(path, file_state(path))}
+    imported = {name for path in files for name in _imported(path, file_state(path))}
     return [name for name in PRELOADED[1:] if name in imported]
 
 
@@ -383,12 +376,7 @@ def _imported(path: Path, state: tuple[int, ...]) -> set[str]:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (SyntaxError, ValueError):
         return set()
-    names = [
-        alias.name
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    ]
+    names = [node.name for node in nodes if isinstance(node, ast.alias)]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     return {name.partition(".")[0] for name in names} - {"*"}
 

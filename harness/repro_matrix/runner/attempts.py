@@ -31,13 +31,13 @@ from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
 from repro_matrix.results import runs
 from repro_matrix.runner import tracing
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
+from repro_matrix.text import first_line
 
 if TYPE_CHECKING:
     from repro_matrix.runner.prepared import Session
 
-REFERENCES = (  # in a run's folder: what its attempts leave each other; removed when the run ends
-    "references"
-)
+# in a run's folder: what its attempts leave each other; removed when the run ends
+REFERENCES = "references"
 
 
 @dataclass
@@ -66,13 +66,11 @@ def run_attempt(
     try:
         stack = session.stacks[plan.stack]
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
-        shared = (
-            None if attempt.trace else place.run_dir / REFERENCES
-        )  # a traced attempt makes its own
         visible = {gpu.uuid: gpu.visible for gpu in session.gpus}
         attempt = replace(
             attempt,
-            references=shared,
+            # a traced attempt makes its own
+            references=None if attempt.trace else place.run_dir / REFERENCES,
             visible=tuple(visible[uuid] for uuid in gpus),
             nodes=choose_nodes(session.settings, plan.settings.get("nodes", 1)),
         )
@@ -90,14 +88,11 @@ def run_attempt(
         }
     problems = {**place.locks.release(gpus, plan.share_mb), **failed_gpus(observation, gpus)}
     lost = observation["infra_error"]
-    users = [stranger(place.nvml.look(uuid)) for uuid in gpus if uuid not in problems]
-    if (
-        lost and lost["kind"] == "memory" and any(users) and not plan.share_mb
-    ):  # else it may be this run's
-        text = (
-            f"{lost['message']} (another user's work is on its GPUs:"
-            f" {', '.join(filter(None, users))})"
-        )
+    states = [stranger(place.nvml.look(uuid)) for uuid in gpus if uuid not in problems]
+    users = ", ".join(filter(None, states))
+    # An attempt that shares its GPU may have lost the memory to another one of this run.
+    if lost and lost["kind"] == "memory" and users and not plan.share_mb:
+        text = f"{lost['message']} (another user's work is on its GPUs: {users})"
         observation = with_infra_error(observation, "device", text)
     return observation, problems
 
@@ -131,16 +126,13 @@ def recipe(
     if plan.settings.get("nodes", 1) > 1:
         cold = cold or "nodes: each has its own agent of torchrun"
     command = case if isinstance(case, AdhocCase) else None
+    trace: dict[str, str] = {}
     options = command.trace if command else plan.settings.get("trace")
-    trace = (
-        {} if options is None else tracing.variables(run_dir / tracing.TRACES / identity, options)
-    )
+    if options is not None:
+        trace = tracing.variables(run_dir / tracing.TRACES / identity, options)
     # Variables of the ranks beyond the inherited ones; later ones win.
-    env = {
-        **(stack.environment({}) if stack else {}),
-        **case.launch.env,
-        **plan.settings.get("env", {}),
-    }
+    env = stack.environment({}) if stack else {}
+    env |= {**case.launch.env, **plan.settings.get("env", {}), **case.variants[plan.variant].env}
     return Attempt(
         id=identity,
         run_id=run_dir.name,
@@ -152,7 +144,7 @@ def recipe(
         python=stack.python if stack else "python",
         world_size=plan.world_size,
         deadline_s=plan.deadline,
-        env={**env, **case.variants[plan.variant].env},
+        env=env,
         gpus=tuple(gpus),
         imports=tuple(case.launch.imports) if command else imports_of(catalogue, case, plan),
         overlay=stack.path if stack else (),
@@ -242,10 +234,8 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     for rank in observation["ranks"]:
         record, error = rank["record"], exception_of(rank)
         if record and error and classify_device_error(error, record["phase"]) == GPU_FAILURE:
-            message = (error["message"].splitlines() or ["?"])[0]
-            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem(
-                "lost", f"rank {rank['rank']}: {message}"
-            )
+            why = f"rank {rank['rank']}: {first_line(error['message'])}"
+            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", why)
     return found
 
 
@@ -269,19 +259,18 @@ def plan_retry(
         return {"retry_of": reason, "share_mb": 0}
     if error["kind"] not in OTHER_GPUS:
         return None
+    changes: dict[str, Any] = {"retry_of": reason, "avoid": tuple(gpus)}
     # An error of an earlier kernel: where the host waits for each kernel, the line that raises it
     # launched it.
-    return {
-        "retry_of": reason,
-        "avoid": tuple(gpus),
-        **({"env": BLOCKING} if error["kind"] == EITHER else {}),
-    }
+    if error["kind"] == EITHER:
+        changes["env"] = BLOCKING
+    return changes
 
 
 def resolve_repeated_error(observation: Observation) -> Observation:
     """Grade an error that a GPU or the program caused as the program's, once it occurred again."""
     error, before = observation["infra_error"], observation["attempt"].get("retry_of")
-    repeated = error and isinstance(before, dict) and error["kind"] == before["kind"] == EITHER
+    repeated = error and before and error["kind"] == before["kind"] == EITHER
     return {**observation, "infra_error": None} if repeated else observation
 
 
@@ -291,7 +280,7 @@ def unconfirmed_pass(observation: Observation) -> Observation:
     Such launches hide races.
     """
     before = observation["attempt"].get("retry_of")
-    if not isinstance(before, dict) or before["kind"] != EITHER:
+    if not before or before["kind"] != EITHER:
         return observation
     text = (
         f"{before['message']}; it did not occur again with CUDA_LAUNCH_BLOCKING=1, which hides"

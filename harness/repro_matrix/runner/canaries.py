@@ -21,7 +21,7 @@ from repro_matrix.environment.machine import no_loopback
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document, GradedAttempt
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results.store import Store
@@ -30,12 +30,11 @@ from repro_matrix.runner.engine import Engine
 from repro_matrix.runner.prepared import Session
 
 _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
-_INVARIANTS = {"collectives": ["reduce"]}
 _STRATEGY = {
     "slug": "none",
     "title": "no strategy",
     "allow_gpu_sharing": True,
-    "invariants": _INVARIANTS,
+    "invariants": {"collectives": ["reduce"]},
 }
 NCCL_ALONE = "nccl-alone"  # the profile of one rank with NCCL on any of the run's GPUs
 # processes that want to run for each core, above which load explains a canary that timed out
@@ -64,12 +63,7 @@ def plan_canary(session: Session, ranks: Mapping[str, int]) -> list[CellPlan]:
     On GPUs that includes one rank with NCCL. ``session``: with the canary catalogue. ``ranks``:
     profile -> number of ranks.
     """
-    launched = [
-        (each.stack, plan.profile.name)
-        for plan in session.plans
-        for each in plan.variants
-        if not each.skipped
-    ]
+    launched = [(each.stack, each.cell.hardware) for each in session.launched]
     on_gpus = {profile.name for profile in session.profiles if profile.gpus}
     launched += [
         (stack, NCCL_ALONE)
@@ -82,13 +76,8 @@ def plan_canary(session: Session, ranks: Mapping[str, int]) -> list[CellPlan]:
         for case in (session.catalogue.cases if name != NCCL_ALONE else ["canary-healthy"])
         if name in ranks
     ]
-    settings, profiles = (
-        RunSettings(env=dict(session.settings.env)),
-        {each.name: each for each in session.profiles},
-    )
-    return Planner(
-        session.catalogue, settings, profiles, session.machine, dict(session.stacks), {}
-    ).plan(cells)
+    usual = replace(session, settings=RunSettings(env=session.settings.env))
+    return usual.planner(session.stacks, code={}).plan(cells)
 
 
 def _has_nccl(session: Session, stack: str) -> bool:
@@ -101,10 +90,8 @@ def wrong_canaries(documents: Iterable[Document]) -> list[str]:
     lines = []
     for document in documents:
         for variant, (verdict, failures) in PLANTED[document["case"]].items():
-            graded: Any = document["verdicts"].get(variant) or {
-                "name": "nothing",
-                "reason": "not graded",
-            }
+            graded: Any = document["verdicts"].get(variant)
+            graded = graded or {"name": "nothing", "reason": "not graded"}
             found = [str(FailureId(**item)) for item in graded.get("failure_ids", ())]
             if (graded["name"], found) != (verdict, failures):
                 where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
@@ -140,12 +127,9 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
     inner = replace(
         session, catalogue=planted, time_limit=None, profiles=[*session.profiles, *alone]
     )
-    two = {
-        profile.name
-        for profile in session.profiles
-        if not profile.gpus or profile.shared or len(profile.gpus) > 1
-    }
-    ranks = {profile.name: 2 if profile.name in two else 1 for profile in inner.profiles}
+    ranks = {NCCL_ALONE: 1}
+    for profile in session.profiles:
+        ranks[profile.name] = 1 if len(profile.gpus) == 1 and not profile.shared else 2
     while cells := plan_canary(inner, ranks):
         summary = Engine(inner, place, Store(place.run_dir / "canary"), lambda event: None).run(
             cells, stop

@@ -113,10 +113,10 @@ def take_over(
     document remains in the history, and this one has its own provenance.
     """
     case = cases[document["case"]]
-    planned = {
-        variant.variant: variant.fingerprint for variant in plan.variants if not variant.skipped
-    }
-    now = {**planned, **dict(plan.unasked)}
+    now = dict(plan.unasked)
+    for variant in plan.variants:
+        if not variant.skipped:
+            now[variant.variant] = variant.fingerprint
     here = machine_of(older) == machine_of(document)
     whole = True
     for name, before in older["variants"].items():
@@ -163,20 +163,15 @@ def _usable(attempts: Sequence[GradedAttempt]) -> list[GradedAttempt]:
 
 def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
     """Return (variant, index) of every attempt that is still to be launched."""
-
-    def counted_attempts(variant: str) -> int:
-        attempts = document["variants"][variant][
-            "attempts"
-        ]  # what was repeated counts as one with its repetition
-        again = ["retry_of" in each["observation"]["attempt"] for each in attempts]
-        return sum(
-            retry or each["outcome"]["outcome"] != "infra_error"
-            for each, retry in zip(attempts, again)
+    missing = []
+    for variant in plan.variants:
+        if variant.skipped:
+            continue
+        # An attempt that was repeated counts as one with its repetition.
+        made = sum(
+            "retry_of" in each["observation"]["attempt"]
+            or each["outcome"]["outcome"] != "infra_error"
+            for each in document["variants"][variant.variant]["attempts"]
         )
-
-    return [
-        (variant.variant, index)
-        for variant in plan.variants
-        if not variant.skipped
-        for index in range(counted_attempts(variant.variant), variant.repeat)
-    ]
+        missing += [(variant.variant, index) for index in range(made, variant.repeat)]
+    return missing

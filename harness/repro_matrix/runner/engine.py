@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from repro_matrix.config.schema import Case
 from repro_matrix.errors import MeasureError, ReproError, ResultsError
 from repro_matrix.grading import grade
 from repro_matrix.grading.expected import recorded_capabilities
@@ -20,7 +21,7 @@ from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import StoredOutcome
+from repro_matrix.records.outcome import Outcome, StoredOutcome
 from repro_matrix.results import runs, summary
 from repro_matrix.results.store import Store, code_hashes, provenance
 from repro_matrix.runner import tracing
@@ -83,9 +84,8 @@ class RunTotals:
     reused: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    torchrun_reasons: Counter[str] = field(
-        default_factory=Counter
-    )  # why attempts did not use the fork server
+    # why attempts did not use the fork server
+    torchrun_reasons: Counter[str] = field(default_factory=Counter)
     interrupted: bool = False
     not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
     gpu_notes: list[str] = field(default_factory=list)  # GPUs that were not used, and why
@@ -95,6 +95,7 @@ class RunTotals:
 @dataclass
 class _Cell:
     plan: CellPlan
+    case: Case
     path: Path
     document: Document
     left: int = 0  # attempts that are waiting or running
@@ -136,7 +137,7 @@ class Engine:
         self._summary = RunTotals()
         self._hangs: set[str] = set()  # variants that hung with NCCL, for no known reason
         self._load = CpuLoad()
-        self._ends: float | None = None  # by the monotonic clock: no cell starts after it
+        self._ends = float("inf")  # by the monotonic clock: no cell starts after it
 
     def run(
         self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False
@@ -146,7 +147,7 @@ class Engine:
         The failure of one attempt never stops the others; only a results folder that cannot be
         written to does, because its results would be lost.
         """
-        result = self._summary = RunTotals()
+        result = self._summary
         began = time.monotonic()
         if self.session.time_limit is not None:
             self._ends = began + self.session.time_limit
@@ -169,15 +170,15 @@ class Engine:
 
     def _open(self, plans: Sequence[CellPlan], resume: bool) -> None:
         """Add cells: from now on their missing attempts wait."""
-        opened = [self._open_cell(plan, resume) for plan in plans]
-        for number, (cell, missing) in enumerate(opened):
+        for number, plan in enumerate(plans):
+            cell, missing = self._open_cell(plan, resume)
             self._cells.append(cell)
             tasks = [self._task(number, cell, variant, index) for variant, index in missing]
             self.schedule.add(tasks)
             seconds = sum(task.seconds for task in tasks)
             self.on_event(Event("cells", cell.plan, attempts=len(tasks), seconds=seconds))
-        for cell, missing in opened:
-            if not missing:
+        for cell in self._cells:
+            if not cell.left:
                 self._settle(cell)
 
     def _open_cell(self, plan: CellPlan, resume: bool) -> tuple[_Cell, list[tuple[str, int]]]:
@@ -191,7 +192,7 @@ class Engine:
                 len(variant["attempts"]) for variant in document["variants"].values()
             )
         missing = missing_attempts(document, plan)
-        return _Cell(plan, path, document, len(missing)), missing
+        return _Cell(plan, self._cases[plan.cell.case], path, document, len(missing)), missing
 
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
         plan = variant_of(cell.plan, variant)
@@ -235,7 +236,7 @@ class Engine:
         for task in self.schedule.drop_hopeless(len(self.pool.usable()), working, time.monotonic()):
             plan = variant_of(self._cells[task.cell].plan, task.variant)
             self._keep(task, infra_error(plan, "not_enough_gpus", self.pool.shortage(task.gpus)))
-        if self._ends is not None and time.monotonic() >= self._ends:
+        if time.monotonic() >= self._ends:
             over = {
                 task.cell for task in self.schedule.waiting if not self._cells[task.cell].started
             }
@@ -262,14 +263,13 @@ class Engine:
 
     def _start(self, pool: ThreadPoolExecutor) -> bool:
         """Start the next attempt, if one may start now."""
-        ready = self.pool.ready(self._leased()) if self.pool.all else []
-        room = self.place.locks.room() if self.pool.all else {}
+        ready, room = self.pool.ready(self._leased()), self.place.locks.room()
         found = self.schedule.next(ready, self.pool.usable(), self._load.idle(), room)
-        if found is None or not self.place.locks.acquire(
-            found[1], found[0].share_mb
-        ):  # another run was quicker
+        if found is None:
             return False
         task, gpus = found
+        if not self.place.locks.acquire(gpus, task.share_mb):  # another run was quicker
+            return False
         self.schedule.start(task)
         self._load.attempt_started()
         cell = self._cells[task.cell]
@@ -280,17 +280,15 @@ class Engine:
             Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device)
         )
         running = _Running(task, tuple(gpus))
-        plan = replace(plan, deadline=task.deadline or plan.deadline, share_mb=task.share_mb)
+        settings = dict(plan.settings)
         if task.env:
-            plan = replace(
-                plan,
-                settings={**plan.settings, "env": {**plan.settings.get("env", {}), **task.env}},
-            )
+            settings["env"] = {**settings.get("env", {}), **task.env}
         if task.trace:
-            plan = replace(plan, settings={**plan.settings, "trace": {}})
-        self._running[
-            pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)
-        ] = running
+            settings["trace"] = {}
+        deadline = task.deadline or plan.deadline
+        plan = replace(plan, settings=settings, deadline=deadline, share_mb=task.share_mb)
+        future = pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)
+        self._running[future] = running
         return True
 
     def _end(self, future: Future[tuple[Observation, dict[str, GpuProblem]]]) -> None:
@@ -312,18 +310,16 @@ class Engine:
 
     def _edited(self, task: Task) -> str | None:
         """Return why the ranks may have executed code that changed during the run."""
-        plan, slug = (
-            variant_of(self._cells[task.cell].plan, task.variant),
-            self._cells[task.cell].plan.cell.case,
-        )
-        if not plan.code:
+        cell, catalogue = self._cells[task.cell], self.session.catalogue
+        planned = variant_of(cell.plan, task.variant).code
+        if not planned:
             return None
         try:
-            same = code_hashes(self.session.catalogue, [slug])[slug] == plan.code
+            now = code_hashes(catalogue, [cell.case.slug])[cell.case.slug]
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror}"
-        script = self.session.catalogue.script(self._cases[slug])
-        return None if same else f"{script} or the kit was changed after the run had begun"
+        changed = f"{catalogue.script(cell.case)} or the kit was changed after the run had begun"
+        return None if now == planned else changed
 
     def _keep(self, task: Task, observation: Observation, gpus: Sequence[str] = ()) -> None:
         """Grade and store an observation, and repeat an attempt that is no evidence."""
@@ -336,27 +332,20 @@ class Engine:
         if task.trace:
             return self._explain(cell, task, observation)
         changes = plan_retry(observation, gpus, task.share_mb > 0)
+        cell.left -= 1
         if changes:
-            self.schedule.repeat(task, changes)
             reason, deadline = changes["retry_of"], changes.get("deadline")
-            why = f"{reason['kind']}: {reason['message']}" + (
-                f"; deadline {deadline:g} s" if deadline else ""
-            )
-            why = f"{cell.plan.cell.key} {task.variant} is repeated: {why}"
-            self.on_event(
-                Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why)
-            )
-        else:
-            cell.left -= 1
-        attempt, case = observation["attempt"], self._cases[cell.plan.cell.case]
-        outcome = grade.grade(case, task.variant, observation, self._cases).to_json()
+            longer = f"; deadline {deadline:g} s" if deadline else ""
+            self._repeat(task, changes, f": {reason['kind']}: {reason['message']}{longer}")
+        outcome = self._grade(task, observation).to_json()
         if outcome["outcome"] == "passed":
             observation = unconfirmed_pass(observation)
-            outcome = grade.grade(case, task.variant, observation, self._cases).to_json()
+            outcome = self._grade(task, observation).to_json()
         cell.document["variants"][task.variant]["attempts"].append(
             {"observation": observation, "outcome": outcome}
         )
-        self._note_doubts(f"{cell.plan.cell.key} {task.variant}", observation, outcome, gpus)
+        name = f"{cell.plan.cell.key} {task.variant}"
+        self._note_doubts(name, observation, outcome, gpus)
         self._count(cell, task, observation, outcome)
         if cell.left:
             self.store.save(cell.path, cell.document)
@@ -365,9 +354,9 @@ class Engine:
         if (
             outcome["outcome"] == "hang"
             and not outcome.get("recognized")
-            and "nccl" in attempt["backend"]
+            and "nccl" in observation["attempt"]["backend"]
         ):
-            self._hangs.add(f"{cell.plan.cell.key} {task.variant}")
+            self._hangs.add(name)
         if len(self._hangs) >= MAX_HANGS:
             raise MeasureError(
                 f"stopped after {MAX_HANGS} hangs with NCCL that no known failure explains"
@@ -375,21 +364,32 @@ class Engine:
                 " doctor`, try env.NCCL_P2P_DISABLE=1. --resume continues."
             )
 
+    def _grade(self, task: Task, observation: Observation) -> Outcome:
+        case = self._cells[task.cell].case
+        return grade.grade(case, task.variant, observation, self._cases)
+
+    def _repeat(self, task: Task, changes: Mapping[str, object], why: str) -> None:
+        """Run an attempt again. ``why``: the end of a sentence."""
+        cell = self._cells[task.cell]
+        cell.left += 1
+        self.schedule.repeat(task, changes)
+        text = f"{cell.plan.cell.key} {task.variant} is repeated{why}"
+        self.on_event(
+            Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=text)
+        )
+
     def _note_doubts(
         self, name: str, observation: Observation, outcome: StoredOutcome, gpus: Sequence[str]
     ) -> None:
         """Note what is no error and makes a result of these GPUs doubtful."""
-        xids = {
-            uuid: found
-            for uuid in gpus
-            if (found := self.place.nvml.program_errors.pop(uuid, None))
-        }
-        for uuid, numbers in xids.items() if outcome["outcome"] == "passed" else ():
-            texts = ", ".join(f"Xid {number}" for number in sorted(numbers))
-            self.pool.note(
-                f"{name} passed, and {self.pool.names[uuid]} reported an error of a program:"
-                f" {texts}"
-            )
+        for uuid in gpus:
+            xids = self.place.nvml.program_errors.pop(uuid, ())
+            if xids and outcome["outcome"] == "passed":
+                texts = ", ".join(f"Xid {number}" for number in sorted(xids))
+                self.pool.note(
+                    f"{name} passed, and {self.pool.names[uuid]} reported an error of a program:"
+                    f" {texts}"
+                )
         # NCCL takes no tensors of the CPU; with gloo, a library that leaves the GPU is not noticed.
         if (
             gpus
@@ -419,16 +419,11 @@ class Engine:
 
     def _explain(self, cell: _Cell, task: Task, observation: Observation) -> None:
         """Add the place that a repetition with a trace shows to the attempt whose check failed."""
-        case, made = (
-            self._cases[cell.plan.cell.case],
-            cell.document["variants"][task.variant]["attempts"][task.index],
-        )
-        again = grade.grade(case, task.variant, observation, self._cases)
+        made = cell.document["variants"][task.variant]["attempts"][task.index]
+        again = self._grade(task, observation)
         found = observation.get("place") or {"verdict": "inconclusive", "sentence": again.reason}
         made["observation"]["place"] = {**found, "outcome": again.outcome}
-        made["outcome"] = grade.grade(
-            case, task.variant, made["observation"], self._cases
-        ).to_json()
+        made["outcome"] = self._grade(task, made["observation"]).to_json()
         self._count(cell, task, observation, made["outcome"])
         cell.left -= 1
         if not cell.left:
@@ -437,20 +432,10 @@ class Engine:
     def _trace(self, cell: _Cell) -> None:
         """Repeat failed checks with a trace (runner/tracing.py)."""
         number = self._cells.index(cell)
-        for variant, index in tracing.unexplained(
-            cell.document, self._cases[cell.plan.cell.case]
-        ).items():
-            task = replace(self._task(number, cell, variant, index), trace=True)
-            cell.left += 1
-            self.schedule.repeat(task, {})
+        for variant, index in tracing.unexplained(cell.document, cell.case).items():
+            task = self._task(number, cell, variant, index)
             failed = cell.document["variants"][variant]["attempts"][index]["outcome"]["failed"]
-            why = (
-                f"{cell.plan.cell.key} {variant} is repeated with a trace, failed:"
-                f" {', '.join(failed)}"
-            )
-            self.on_event(
-                Event("more", cell.plan, variant, attempts=1, seconds=task.seconds, text=why)
-            )
+            self._repeat(task, {"trace": True}, f" with a trace, failed: {', '.join(failed)}")
 
     @cached_property
     def _grading_keys(self) -> dict[str, str]:
@@ -458,15 +443,16 @@ class Engine:
 
     def _settle(self, cell: _Cell) -> None:
         """Grade a cell whose attempts have all ended, and store it."""
-        document, case = cell.document, self._cases[cell.plan.cell.case]
+        document = cell.document
         older = [
             past
             for past in self._past.get(document["cell_id"], ())
-            if _on_other_stack(past, document)
+            if past["hardware"]["accelerator"] == document["hardware"]["accelerator"]
+            and past["stack"]["versions"] != document["stack"]["versions"]
         ]
         document["hardware"]["capabilities"] = recorded_capabilities(document)
-        document["verdicts"] = verdicts_of(document, case, older)
-        document["verdicts"] = with_expectations(document, case)["verdicts"]
+        document["verdicts"] = verdicts_of(document, cell.case, older)
+        document["verdicts"] = with_expectations(document, cell.case)["verdicts"]
         self._trace(cell)
         if cell.left:
             return self.store.save(cell.path, document)
@@ -477,8 +463,3 @@ class Engine:
         if (self.store.root / runs.MANIFEST).exists():  # a search writes no summary
             summary.append_cell(self.store.root, document, self._cases, self._grading_keys)
         self.on_event(Event("cell", cell.plan, document=document))
-
-
-def _on_other_stack(past: Document, document: Document) -> bool:
-    same_machine = past["hardware"]["accelerator"] == document["hardware"]["accelerator"]
-    return same_machine and past["stack"]["versions"] != document["stack"]["versions"]

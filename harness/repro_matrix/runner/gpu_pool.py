@@ -270,7 +270,7 @@ class GpuPool:
         gpus: Sequence[Gpu],
         locks: GpuLocks,
         nvml: Nvml,
-        say: Callable[[str], None] = lambda text: None,
+        say: Callable[[str], None],
     ) -> None:
         self.all = [gpu.uuid for gpu in gpus]
         self.names = {gpu.uuid: f"gpu{gpu.index}" for gpu in gpus}
@@ -322,13 +322,13 @@ class GpuPool:
                 self.note(f"{self.names[uuid]} ({uuid}) is not used any more: {problem.why}")
 
     def _set_user(self, uuid: str, user: str | None) -> None:
-        before = self.taken.pop(uuid, None)
-        if user is not None:
-            self.taken[uuid] = user
-        if user is None and before:
-            self._say(f"{self.names[uuid]} is free again")
-        elif user is not None and before is None:
+        if user is None:
+            if self.taken.pop(uuid, None):
+                self._say(f"{self.names[uuid]} is free again")
+            return
+        if uuid not in self.taken:
             self.note(f"{self.names[uuid]} ({uuid}) is left out while it is in use: {user}")
+        self.taken[uuid] = user
 
     def note(self, text: str) -> None:
         self.notes.append(text)

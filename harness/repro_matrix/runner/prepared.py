@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from repro_matrix.config.catalog import Catalogue
@@ -12,7 +13,7 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, integrity
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import CellPlan
+from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan
 from repro_matrix.text import counted
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
@@ -29,25 +30,19 @@ class Session:
     stacks: dict[str, Stack] = field(default_factory=dict)
     plans: list[CellPlan] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)  # stack -> why it is not there
-    to_build: dict[str, Stack] = field(
-        default_factory=dict
-    )  # what a real run builds first, as its lock describes it
-    as_locked: bool = (
-        False  # whether stacks that are not built are planned as their locks describe them
-    )
+    # what a real run builds first, as its lock describes it
+    to_build: dict[str, Stack] = field(default_factory=dict)
+    as_locked: bool = False  # stacks that are not built are planned as their locks describe them
     # Of the unavailable stacks, those that are there and whose torch cannot use the GPUs: their
     # variants were selected.
     unusable: set[str] = field(default_factory=set)
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
-    left_out: list[str] = field(
-        default_factory=list
-    )  # invalid files of conf/ among the selected ones
-    elsewhere: dict[str, int] = field(
-        default_factory=dict
-    )  # why not on the GPUs -> cells measured on another profile
-    displaced: set[Cell] = field(
-        default_factory=set
-    )  # of these, those that would be on GPUs if none was left out
+    # invalid files of conf/ among the selected ones
+    left_out: list[str] = field(default_factory=list)
+    # why not on the GPUs -> cells measured on another profile
+    elsewhere: dict[str, int] = field(default_factory=dict)
+    # of these, those that would be on GPUs if none was left out
+    displaced: set[Cell] = field(default_factory=set)
     usual_gpus: int = 0  # of hardware=auto, if none was left out
     time_limit: float | None = None  # seconds after which no cell starts
 
@@ -67,31 +62,33 @@ class Session:
         variants = (variant for plan in self.plans for variant in plan.variants)
         return max((variant.settings.get("nodes", 1) for variant in variants), default=1)
 
+    def planner(self, stacks: Mapping[str, Stack | str], code: Mapping[str, str]) -> Planner:
+        """Return what plans cells of this run (planning/plan.py)."""
+        profiles = {profile.name: profile for profile in self.profiles}
+        return Planner(self.catalogue, self.settings, profiles, self.machine, stacks, code)
+
+    @property
+    def launched(self) -> list[VariantPlan]:
+        """Return the variants that are not skipped."""
+        variants = (variant for plan in self.plans for variant in plan.variants)
+        return [variant for variant in variants if not variant.skipped]
+
     def sizes(self, profile: Profile) -> list[int]:
         """Return the numbers of ranks of its attempts, each once."""
-        plans = [plan for plan in self.plans if plan.profile.name == profile.name]
-        return sorted(
-            {
-                variant.world_size
-                for plan in plans
-                for variant in plan.variants
-                if not variant.skipped
-            }
-        )
+        own = (variant for variant in self.launched if variant.cell.hardware == profile.name)
+        return sorted({variant.world_size for variant in own})
 
     def headline(self) -> str:
         """Return the first line of a run: its hardware and stacks."""
         hardware = []
         for profile in self.profiles:
-            sizes = self.sizes(profile)
-            ranks = " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))
-            ranks += " rank" if sizes == [1] else " ranks"
-            beside = (
-                " an attempt, several side by side"
-                if sizes and max(sizes) * 2 <= len(profile.gpus)
-                else ""
-            )
-            hardware.append(f"{profile.words()}, {ranks + beside if sizes else 'no cell for it'}")
+            sizes, ranks = self.sizes(profile), "no cell for it"
+            if sizes:
+                least, most = sizes[0], sizes[-1]
+                ranks = counted(most, "rank") if least == most else f"{least} to {most} ranks"
+                if most * 2 <= len(profile.gpus):
+                    ranks += " an attempt, several side by side"
+            hardware.append(f"{profile.words()}, {ranks}")
         used = sorted({plan.cell.stack for plan in self.plans} & self.stacks.keys())
         stacks = [self.stacks[name].describe(_SHOWN) for name in used]
         return f"hardware {' | '.join(hardware)}; stack {', '.join(stacks) or 'none'}"
@@ -124,9 +121,7 @@ class Session:
 
     def too_few_free(self) -> list[str]:
         """Return why attempts find too few GPUs: other users' processes are on them now."""
-        needed = max(
-            (v.gpus for plan in self.plans for v in plan.variants if not v.skipped), default=0
-        )
+        needed = max((variant.gpus for variant in self.launched), default=0)
         busy = ", ".join(str(gpu.index) for gpu in self.gpus if gpu.busy)
         free = sum(not gpu.busy for gpu in self.gpus)
         if free >= needed:
@@ -139,18 +134,9 @@ class Session:
 
     def changed(self) -> list[str]:
         """Return a line for each stack in use that is not what its versions say."""
-        used = {
-            variant.stack for plan in self.plans for variant in plan.variants if not variant.skipped
-        }
-        return list(
-            filter(
-                None,
-                (
-                    integrity.describe_changes(self.stacks[name])
-                    for name in used & self.stacks.keys()
-                ),
-            )
-        )
+        used = {variant.stack for variant in self.launched} & self.stacks.keys()
+        stacks = (self.stacks[name] for name in used)
+        return [integrity.describe_changes(stack) for stack in stacks if stack.changed]
 
     def notes(self) -> list[str]:
         """Return what a person should know before the run: omitted files and GPUs, and risks."""
@@ -160,11 +146,8 @@ class Session:
             *self.unplanned,
         ]
         hidden = [self.machine.hidden] if self.machine.hidden else []
-        if self.profile.accelerator == "cpu":
-            return [
-                *wrong,
-                *(hidden if self.machine.driver else []),
-            ]  # GPUs are here, and none is selected
+        if self.profile.accelerator == "cpu":  # the driver: GPUs are here, and none is selected
+            return wrong + (hidden if self.machine.driver else [])
         gpus = describe_unusable(self.machine.left_out)
         warnings = self.profile.warnings(machine_module.shm_mb())
         return [*wrong, *gpus, *hidden, *warnings, *self.machine.notes(self.settings.env)]

@@ -27,7 +27,6 @@ from repro_matrix.environment.stacks import (
     defined_stacks,
     described,
     extensions,
-    is_existing,
     resolve,
     spec,
 )
@@ -36,7 +35,7 @@ from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import add_memory
-from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, no_torch, skip_with_first
+from repro_matrix.planning.plan import CellPlan, VariantPlan, no_torch, skip_with_first
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.runner.prepared import Session
@@ -56,18 +55,12 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
     """
     run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     uuids = tuple(gpu.uuid for gpu in profile.gpus)
-    settings = {
-        "device": profile.accelerator,
-        "backend": profile.backend,
-        "case": "probe",
-        "variant": "probe",
-    }
     attempt = Attempt(
         run_id,
         run_id,
         Path("."),
         probe.SCRIPT,
-        settings,
+        {"device": profile.accelerator},
         stack.python,
         len(uuids),
         probe.IMPORT_S,
@@ -139,7 +132,6 @@ def plan_cells(
     about them.
     Raises StackError for a name without a stack.
     """
-    catalogue, machine, settings = session.catalogue, session.machine, session.settings
     _locate(session, cells, build)
     for name, (answer, problem) in check_stacks(session, cells).items() if check_gpus else ():
         if problem is None:
@@ -154,13 +146,13 @@ def plan_cells(
         {cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)
     ) & usable.keys():
         usable[name] = _with_op(usable[name], build)
-    code = code_hashes(catalogue, {cell.case for cell in cells})
+    code = code_hashes(session.catalogue, {cell.case for cell in cells})
     stacks: Mapping[str, Stack | str] = {**usable, **session.to_build, **session.unavailable}
-    profiles = {profile.name: profile for profile in session.profiles}
-    plans = Planner(catalogue, settings, profiles, machine, stacks, code).plan(list(cells))
-    if build and settings.weights == "hub":
+    plans = session.planner(stacks, code).plan(cells)
+    if build and session.settings.weights == "hub":
         plans = with_weights(plans, session.stacks)
-    planned = [add_memory(plan, catalogue, machine, settings.deadline) for plan in plans]
+    deadline = session.settings.deadline
+    planned = [add_memory(plan, session.catalogue, session.machine, deadline) for plan in plans]
     session.plans = [plan for plan, _ in planned]
     session.unplanned = sorted({note for _, notes in planned for note in notes})
 
@@ -177,15 +169,13 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
     for name in sorted(
         (named | _stacks_of_variants(session, cells, every=True)) - session.stacks.keys()
     ):
-        state = states.get(name)
-        there = state in ("here", "built") or is_existing(name)
+        state, requested = states.get(name), spec.parse_stack(name)
+        existing = requested.python is not None and not requested.swaps
+        there = state in ("here", "built") or existing
         # Only resolving a stack that conf/stack does not list (a file, a swap) shows whether it is
         # built already.
-        unlisted = state is None and states.get(spec.parse_stack(name).base, "here") in (
-            "here",
-            "built",
-            "floating",
-        )
+        possible = ("here", "built", "floating")
+        unlisted = state is None and states.get(requested.base, "here") in possible
         if not there and not (name in named if build else unlisted):
             if session.as_locked and name in named and (stack := described(name)):
                 session.to_build[name] = stack
@@ -207,14 +197,7 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
 def _runs_on(session: Session, cells: Iterable[matrix.Cell], stack: Stack) -> bool:
     """Return whether any variant would be launched on this stack, by the versions that it pins."""
     own = [cell for cell in cells if cell.stack == stack.name]
-    planner = Planner(
-        session.catalogue,
-        session.settings,
-        {profile.name: profile for profile in session.profiles},
-        session.machine,
-        {stack.name: stack},
-        {cell.case: "" for cell in own},
-    )
+    planner = session.planner({stack.name: stack}, {cell.case: "" for cell in own})
     return any(not each.skipped for plan in planner.plan(own) for each in plan.variants)
 
 

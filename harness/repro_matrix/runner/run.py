@@ -99,14 +99,11 @@ def folder(
     session.settings.results = str(root)
 
     def note(state: str, left: Sequence[str] = ()) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # a folder that cannot be written to is reported with the first document
-            root.mkdir(parents=True, exist_ok=True)
-            versions = {name: dict(stack.versions) for name, stack in session.stacks.items()}
-            runs.note(
-                root, texts, state, left, versions, [_name(plan.cell) for plan in session.plans]
-            )
+        versions = {name: dict(stack.versions) for name, stack in session.stacks.items()}
+        planned = [_name(plan.cell) for plan in session.plans]
+        # A folder that cannot be written to is reported with the first document.
+        with contextlib.suppress(OSError):
+            runs.note(root, texts, state, left, versions, planned)
 
     def finish(ended: RunTotals) -> None:
         left = list(map(_name, ended.not_started))
@@ -133,9 +130,7 @@ def _name(cell: Cell) -> str:
 
 @contextlib.contextmanager
 def workplace(
-    launcher: str = "auto",
-    gpus: Iterable[Gpu] = (),
-    on_warning: Callable[[str], None] = lambda text: None,
+    launcher: str, gpus: Iterable[Gpu], on_warning: Callable[[str], None]
 ) -> Iterator[Workplace]:
     """Open what runs share, and release it at the end.
 

@@ -53,20 +53,18 @@ class Task:
     trace: bool = False  # repeat a failed check of this index with a trace; not an attempt
 
 
+@dataclass
 class Schedule:
-    """The tasks of one run, waiting and running.
+    """The tasks of one run, waiting and running."""
 
-    ``jobs``: the most attempts at once; None: as many as fit.
-    """
-
-    def __init__(
-        self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest"
-    ) -> None:
-        self.cores, self.memory_gb, self.jobs, self.order = cores, memory_gb, jobs, order
-        self.waiting: list[Task] = []
-        self.running: list[Task] = []
-        # since when nothing can start because other users have the GPUs
-        self._blocked: float | None = None
+    cores: int
+    memory_gb: float
+    jobs: int | None = None  # the most attempts at once; None: as many as fit
+    order: str = "longest"
+    waiting: list[Task] = field(default_factory=list)
+    running: list[Task] = field(default_factory=list)
+    # since when nothing can start because other users have the GPUs
+    _blocked: float | None = None
 
     def add(self, tasks: Iterable[Task]) -> None:
         self.waiting += tasks
@@ -87,9 +85,8 @@ class Schedule:
         """Return the first task that may start now and the GPUs for it.
 
         ``ready``: GPUs that are free now; ``usable``: those and the ones that will be. ``idle``:
-        whether the machine's
-        cores were measured to have time left. ``room``: MiB left on the GPUs that running tasks
-        share.
+        the machine's cores were measured to have time left. ``room``: MiB left on the GPUs that
+        running tasks share.
         """
         if self.jobs is not None and len(self.running) >= self.jobs:
             return None
@@ -146,21 +143,18 @@ class CpuLoad:
     """Measures whether the machine's cores have time left."""
 
     def __init__(self) -> None:
-        self._measured, self._idle = 0.0, False
         self.attempt_started()  # the first answer of psutil means nothing
-
-    def idle(self) -> bool:
-        if time.monotonic() - self._measured >= LOAD_S:
-            self._measured, self._idle = (
-                time.monotonic(),
-                100.0 - psutil.cpu_percent() >= IDLE_PERCENT,
-            )
-        return self._idle
 
     def attempt_started(self) -> None:
         """Measure again before the next attempt: this one does not show yet."""
         psutil.cpu_percent()
         self._measured, self._idle = time.monotonic(), False
+
+    def idle(self) -> bool:
+        if time.monotonic() - self._measured >= LOAD_S:
+            self._measured = time.monotonic()
+            self._idle = 100.0 - psutil.cpu_percent() >= IDLE_PERCENT
+        return self._idle
 
 
 # The time and memory that attempts took when they were last measured
@@ -191,9 +185,7 @@ def expect(known: Took | None, variant: VariantPlan) -> tuple[float, float]:
     ``known``: what it took when it was measured.
     """
     seconds = known.seconds if known else variant.expected_s or UNKNOWN_S
-    planned = (
-        variant.memory.host_node / GIB
-        if variant.memory
-        else MEMORY_PER_RANK_GB * variant.world_size
-    )
+    planned = MEMORY_PER_RANK_GB * variant.world_size
+    if variant.memory:
+        planned = variant.memory.host_node / GIB
     return min(seconds, variant.deadline), (known and known.memory_gb) or planned

@@ -88,18 +88,14 @@ def error(text: str) -> ScriptFailure:
             f"--error {text!r}: every error is an {kind}. Name the type that is raised."
         )
     pattern = _regex("--error", message) or r"\A"
-    return ScriptFailure(
-        text, (_signature(kind="exception", type=kind, message=pattern),), option=("--error", text)
-    )
+    return ScriptFailure(text, (_signature(kind="exception", type=kind, message=pattern),))
 
 
 def failure_in_log(text: str) -> ScriptFailure:
     if re.search(_regex("--log", text), ""):
         raise ConfigError(f"--log {text!r}: it matches an empty line. Write a part of the line.")
     signature = _signature(kind="log", message=text)
-    return ScriptFailure(
-        f"a line that matches {text!r}", (signature,), log=text, option=("--log", text)
-    )
+    return ScriptFailure(f"a line that matches {text!r}", (signature,), log=text)
 
 
 def with_checks(failure: ScriptFailure, checks: Sequence[str]) -> ScriptFailure:
@@ -114,16 +110,12 @@ def failure_by_exit_code(code: int) -> ScriptFailure:
     if not 1 <= code <= 255:
         raise ConfigError(f"--exit {code}: a failing process ends with 1 to 255.")
     text = f"exit code {code}"
-    return ScriptFailure(
-        text, (_signature(kind="signal", signal=text),), option=("--exit", str(code))
-    )
+    return ScriptFailure(text, (_signature(kind="signal", signal=text),))
 
 
 def hang(seconds: float) -> ScriptFailure:
     text = f"it has not ended after {seconds:g} s"
-    return ScriptFailure(
-        text, (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}")
-    )
+    return ScriptFailure(text, (_signature(kind="hang"),), hang_s=seconds)
 
 
 def metric(text: str) -> ScriptFailure:
@@ -156,7 +148,7 @@ def metric(text: str) -> ScriptFailure:
     number = Metric.model_validate(
         {"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit}
     )
-    return ScriptFailure(text, metric=number, option=("--metric", text))
+    return ScriptFailure(text, metric=number)
 
 
 # Option of the command line -> the function that reads its value.

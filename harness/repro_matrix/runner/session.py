@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -33,8 +33,14 @@ from repro_matrix.runner.prepared import Session
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Overrides that say where and how to measure, not which cells.
 MACHINE_SETTINGS = (
-    *("results", "jobs", "launcher", "order", "min_cells", "executor"),
-    *("node_command", "rendezvous"),
+    "results",
+    "jobs",
+    "launcher",
+    "order",
+    "min_cells",
+    "executor",
+    "node_command",
+    "rendezvous",
 )
 
 
@@ -75,23 +81,15 @@ class Request:
             ],
         )
 
-    def with_values(self, values: Mapping[str, Any]) -> Request:
+    def with_values(self, values: Mapping[str, Any], without: Collection[str] = ()) -> Request:
         """Return the request with these values, by the keys of their overrides.
 
-        Raises ConfigError as ``ask`` does.
+        ``without``: keys whose overrides are dropped. Raises ConfigError as ``make_request`` does.
         """
-        return make_request(
-            [
-                *self.texts(without=values),
-                *(overrides.override_text(*item) for item in values.items()),
-            ]
-        )
+        kept = self.texts(without={*values, *without})
+        return make_request([*kept, *(overrides.override_text(*item) for item in values.items())])
 
-    def without(self, dropped: Callable[[str], bool]) -> Request:
-        """Return the request without the overrides of these keys."""
-        return make_request(self.texts(without={key for key, _ in self.words if dropped(key)}))
-
-    def texts(self, without: Collection[str] = ()) -> list[str]:
+    def texts(self, without: Collection[str]) -> list[str]:
         """Return the overrides as they were written, to be pasted, without these keys."""
         return [text for key, text in self.words if key not in without]
 
@@ -176,18 +174,11 @@ def _check_models(
                 f"{where}: no model has that key{hint}; one that transformers knows:"
                 f" +model.config.{keys[1]}="
             )
-        types = {
-            type(m.config[keys[1]]) for m in catalogue.models.values() if keys[1] in m.config
-        } - {type(None)}
-        if (
-            types
-            and value is not None
-            and type(value) not in types | ({int} if float in types else set())
-        ):
-            raise ConfigError(
-                f"{where}: {value!r} is not of type"
-                f" {' or '.join(sorted(t.__name__ for t in types))}"
-            )
+        values = [model.config.get(keys[1]) for model in catalogue.models.values()]
+        types = {type(each).__name__ for each in values if each is not None}
+        accepted = types | {"NoneType"} | ({"int"} if "float" in types else set())
+        if types and type(value).__name__ not in accepted:
+            raise ConfigError(f"{where}: {value!r} is not of type {' or '.join(sorted(types))}")
 
 
 def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
@@ -250,7 +241,7 @@ def _place_cells(request: Request) -> tuple[Session, list[Cell]]:
         request.settings.model_copy(),
         profiles,
         machine,
-        left_out=list(request.left_out),
+        left_out=request.left_out,
         elsewhere=elsewhere,
     )
     if auto and machine.left_out:

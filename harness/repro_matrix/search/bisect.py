@@ -116,9 +116,7 @@ class Search:
 
     def _releases(self, good: str, bad: str, package: str, base: str) -> None:
         available = package_index.releases(package, yanked=True, pre=True)
-        one, other = (
-            available[package_index.exact(package, available, text)].version for text in (good, bad)
-        )
+        one, other = (package_index.exact(package, available, text) for text in (good, bad))
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
         stacks.resolve(base, say=self.prober.say)

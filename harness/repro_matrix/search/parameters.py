@@ -138,7 +138,8 @@ def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
     if case.launch.env:
         axes["case.launch.env"] = {}  # each is a parameter
     groups = ("flags.", "case.options.", "strategy.options.", "env.")
-    return given.without(lambda name: name in _REDUCED or name.startswith(groups)).with_values(axes)
+    dropped = {key for key, _ in given.words if key in _REDUCED or key.startswith(groups)}
+    return given.with_values(axes, without=dropped)
 
 
 def of_case(

@@ -42,7 +42,6 @@ __all__ = [
     "check_stack",
     "defined_stacks",
     "described",
-    "is_existing",
     "make_lock",
     "prune_stacks",
     "resolve",
@@ -68,16 +67,15 @@ def resolve(text: str, *, say: Log = quiet) -> Stack:
 
 def _resolve(requested: Spec, say: Log) -> Stack:
     text, swaps = requested.text, requested.swaps
-    if requested.base == "current" or requested.python:
-        stack: Stack | None = existing(requested.base, requested.python or sys.executable)
+    if requested.python:
+        stack: Stack | None = existing(requested.base, requested.python)
         if stack and swaps:
             stack = build.overlay(text, stack, swaps, None, say)
         if stack is None:
             raise StackError(
-                "usage",
                 f"stack={text}: it needs another torch, which cannot be installed on top of an"
                 " existing environment. Name a stack of conf/stack, or a requirements file with"
-                " that release.",
+                " that release."
             )
         return stack
     definition = None if requested.file else spec.find_definition(requested.base)
@@ -86,7 +84,7 @@ def _resolve(requested: Spec, say: Log) -> Stack:
     elif definition and definition.floating:
         lock = locks.lock_floating(definition)
     elif definition:
-        lock = locks.committed(definition, spec.lock_path(definition.slug))
+        lock = locks.stored_lock(definition)
     if swaps and not build.too_heavy(swaps):
         base = build.build(requested.base, lock, say)
         stack = build.overlay(text, base, swaps, definition, say)
@@ -102,7 +100,7 @@ def _resolve(requested: Spec, say: Log) -> Stack:
 def check_stack(text: str) -> None:
     """Raise StackError where ``text`` cannot name a stack, whatever is built or can be."""
     requested = spec.parse_stack(text)
-    if requested.base != "current" and not requested.python and not requested.file:
+    if not requested.python and not requested.file:
         spec.find_definition(requested.base)
 
 
@@ -114,30 +112,19 @@ def described(text: str) -> Stack | None:
     requested = spec.parse_stack(text)
     if requested.file:
         versions: Mapping[str, str] = locks.pinned(requested.file)
-    elif requested.base == "current" or requested.python:
-        versions = existing(requested.base, requested.python or sys.executable).versions
+    elif requested.python:
+        versions = existing(requested.base, requested.python).versions
     else:
         definition = spec.find_definition(requested.base)
-        path = (
-            locks.floating_path(definition)
-            if definition.floating
-            else spec.lock_path(definition.slug)
-        )
-        if not path.exists():
+        if not locks.definition_lock_path(definition).exists():
             return None
-        lock = locks.read_lock(path) if definition.floating else locks.committed(definition, path)
+        lock = locks.stored_lock(definition)
         versions = {**lock.pins, "python": lock.python}
     replaced = {
         canonical(swap.name): swap.url or str(swap.specifier).removeprefix("==")
         for swap in requested.swaps
     }
     return Stack(text, "", {**versions, **replaced}) if versions else None
-
-
-def is_existing(text: str) -> bool:
-    """Return whether ``text`` is an existing environment, which needs no build."""
-    requested = spec.parse_stack(text)
-    return requested.python is not None and not requested.swaps
 
 
 def with_release(text: str, package: str, version: str) -> str:
@@ -188,21 +175,15 @@ def make_lock(name: str) -> Path:
     requested = spec.parse_stack(name)
     if requested.file:
         path = locks.file_lock_path(requested.file)
-        locks.write_lock(path, locks.resolve_file(requested.file))
+        paths.write_text(path, locks.resolve_file(requested.file))
         return path
     definition = spec.find_definition(requested.base)
     if definition.slug == "current":
-        raise StackError(
-            "usage", f"stack {name} has no lock: it is the environment at {sys.executable}"
-        )
-    if definition.floating:
-        locks.lock_floating(definition, renew=True)
-        return locks.floating_path(definition)
-    path = spec.lock_path(definition.slug)
+        raise StackError(f"stack {name} has no lock: it is the environment at {sys.executable}")
+    path = locks.definition_lock_path(definition)
     if path.is_relative_to(paths.CONF) and not paths.CHECKOUT:
         raise StackError(
-            "usage",
-            f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that",
+            f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that"
         )
-    locks.write_lock(path, locks.resolve_definition(definition))
+    paths.write_text(path, locks.resolve_definition(definition))
     return path

@@ -32,7 +32,7 @@ from repro_matrix import paths
 from repro_matrix.config.schema import StackFile as Definition
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks import spec
-from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv, write_lock
+from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv
 from repro_matrix.environment.stacks.spec import (
     HEAVY,
     Stack,
@@ -59,7 +59,7 @@ def quiet(message: str) -> None:
     """Log nothing."""
 
 
-def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
+def build(name: str, lock: Lock, log: Log) -> Stack:
     """Return the stack of this lock; build it if it is missing or incomplete.
 
     uv verifies the lock's hashes.
@@ -73,7 +73,7 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
             f"stack {name}", ["venv", "--quiet", "--no-project", "--python", base, str(environment)]
         )
         source, python = environment.parent / "lock.txt", str(environment / "bin" / "python")
-        write_lock(source, lock.text)
+        paths.write_text(source, lock.text)
         run_uv(
             f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)]
         )
@@ -112,11 +112,11 @@ def _check_node(name: str, folder: Path) -> None:
     """Raise StackError in a job if the stack is built and does not work on this node only."""
     if read_marker(folder) and "SLURM_JOB_ID" in os.environ:
         raise StackError(
-            "python",
             f"stack {name}: {folder} does not work on node {platform.node()}, and other nodes may"
             " use it. Does this node see it, with the Python that it was built with? If it is"
             f" damaged: `repro stack prune {name}`. If the nodes differ: set REPRO_CACHE to a"
             " folder of this kind of node.",
+            "python",
         )
 
 
@@ -136,13 +136,13 @@ def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Js
         if other := finished_marker(folder):
             shutil.rmtree(environment, ignore_errors=True)
             return other
-        write_lock(folder / "done.json", json.dumps(marker))
+        paths.write_text(folder / "done.json", json.dumps(marker))
     except BaseException as error:
         shutil.rmtree(environment, ignore_errors=True)
         if not list(folder.glob("env-*")):
             discard(folder)
         if isinstance(error, OSError):
-            raise StackError("infra", f"stack {name}: it cannot be built: {error}") from None
+            raise StackError(f"stack {name}: it cannot be built: {error}", "infra") from None
         raise
     log(f"stack {name}: built in {time.monotonic() - began:.1f} s")
     return marker
@@ -202,8 +202,8 @@ def overlay(
     name: str,
     base: Stack,
     swaps: Sequence[Requirement],
-    definition: Definition | None = None,
-    log: Log = quiet,
+    definition: Definition | None,
+    log: Log,
 ) -> Stack | None:
     """Return ``base`` with ``swaps`` in an overlay, or None where that needs a whole environment.
 
@@ -221,7 +221,7 @@ def overlay(
             absent = (swap.name for swap in swaps if canonical(swap.name) not in base.versions)
             first, newline, rest = str(error).partition("\n")
             hint = "".join(suggestion(each, base.versions) for each in absent)
-            raise StackError(error.kind, f"{first}{hint}{newline}{rest}") from None
+            raise StackError(f"{first}{hint}{newline}{rest}", error.kind) from None
         if any(HEAVY.match(package) for package in planned):
             return None
         if not planned:
@@ -288,14 +288,10 @@ def _plan_changes(
     for swap in swaps:
         if swap.url and canonical(swap.name) not in changes:
             raise StackError(
-                "unavailable", f"stack {name}: uv does not report what {swap} would change"
+                f"stack {name}: uv does not report what {swap} would change", "unavailable"
             )
-    before = {package: base.versions.get(package, "") for package in changes}
-    return {
-        package: (before[package], new)
-        for package, new in changes.items()
-        if before[package] != new
-    }
+    pairs = {package: (base.versions.get(package, ""), new) for package, new in changes.items()}
+    return {package: (before, new) for package, (before, new) in pairs.items() if before != new}
 
 
 # -- repro stack list|show|prune
@@ -337,14 +333,11 @@ def _defined(definition: Definition) -> DefinedStack:
     elif definition.floating:
         state = "floating"
     else:
-        path = spec.lock_path(definition.slug)
         try:
-            state = (
-                "built"
-                if read_marker(stacks_dir() / locks.committed(definition, path).key)
-                else "locked"
-            )
+            key = locks.stored_lock(definition).key
+            state = "built" if read_marker(stacks_dir() / key) else "locked"
         except StackError:
+            path = spec.lock_path(definition.slug)
             state = "out of date" if path.exists() else "not locked"
     python = definition.python or (None if here else locks.DEFAULT_PYTHON)
     return DefinedStack(

@@ -22,15 +22,11 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from repro_matrix.config.vocabulary import RELEVANT, TRAINERS
-from repro_matrix.environment.stacks.spec import (
-    Stack,
-    inspect_python,
-    short_hash,
-)
+from repro_matrix.environment.stacks.spec import Stack, inspect_python, short_hash
+from repro_matrix.text import list_some
 
-COMPARED = sorted(
-    {*RELEVANT, *TRAINERS} - {"python"}
-)  # packages whose files are compared with their RECORD
+# packages whose files are compared with their RECORD
+COMPARED = sorted({*RELEVANT, *TRAINERS} - {"python"})
 COMPILED_OR_SOURCE = (".py", ".so", ".pyd")
 
 
@@ -43,10 +39,9 @@ class PackageChange(NamedTuple):
 
 
 def describe_changes(stack: Stack) -> str:
-    """Return a sentence about the first change of a stack; "" where there is none."""
-    more = f" (and {len(stack.changed) - 1} more)" if len(stack.changed) > 1 else ""
-    intro = f"stack {stack.name} is not as its packages were installed"
-    return f"{intro}: {stack.changed[0]}{more}" if stack.changed else ""
+    """Return a sentence about the first change of a changed stack."""
+    changed = list_some(stack.changed, 1)
+    return f"stack {stack.name} is not as its packages were installed: {changed}"
 
 
 def with_changes(stack: Stack) -> Stack:
@@ -124,11 +119,8 @@ def _as_recorded(path: str, recorded: str, size: str, written: float) -> bool:
 def _file_hash(path: str, kind: str) -> str:
     """Return the hash as RECORD writes it; "" where the file cannot be read."""
     try:
-        return (
-            base64.urlsafe_b64encode(hashlib.new(kind, Path(path).read_bytes()).digest())
-            .rstrip(b"=")
-            .decode()
-        )
+        digest = hashlib.new(kind, Path(path).read_bytes()).digest()
+        return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
     except (OSError, ValueError):
         return ""
 

@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from repro_matrix import paths
 from repro_matrix.config.schema import StackFile as Definition
 from repro_matrix.environment.stacks.spec import (
     HEAVY,
     Kind,
     StackError,
     canonical,
+    lock_path,
     short_hash,
     with_releases,
 )
+from repro_matrix.paths import cache_dir, write_text
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -73,15 +74,19 @@ _KINDS: dict[Kind, str] = {
 }
 
 
+# A setting of pip, the same one of uv, and uv's older name for it.
+_INDEX_SETTINGS = (
+    ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"),
+    ("PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"),
+)
+
+
 def index_settings() -> dict[str, str]:
     """Return pip's index settings as uv's, unless uv has its own."""
     env, out = os.environ, {}
-    if env.get("PIP_INDEX_URL") and not (env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")):
-        out["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
-    if env.get("PIP_EXTRA_INDEX_URL") and not (
-        env.get("UV_INDEX") or env.get("UV_EXTRA_INDEX_URL")
-    ):
-        out["UV_INDEX"] = env["PIP_EXTRA_INDEX_URL"]
+    for pips, uvs, older in _INDEX_SETTINGS:
+        if env.get(pips) and not (env.get(uvs) or env.get(older)):
+            out[uvs] = env[pips]
     return out
 
 
@@ -120,7 +125,7 @@ def uv_error(subject: str, output: str) -> StackError:
         line for line in output.splitlines() if line.strip() and not line.startswith("warning:")
     ]
     return StackError(
-        next(kinds, "unavailable"), "\n  ".join([f"{subject}: uv cannot install it", *lines[-12:]])
+        "\n  ".join([f"{subject}: uv cannot install it", *lines[-12:]]), next(kinds, "unavailable")
     )
 
 
@@ -167,7 +172,7 @@ class Lock:
             here = requirement.marker is None or requirement.marker.evaluate(environment)
             if here and version and pins.setdefault(name, version) != version:
                 two = f"line {number}: two versions of {name}: {pins[name]} and {version}"
-                raise StackError("usage", f"stack {self.path}: {two}. Remove one of them.")
+                raise StackError(f"stack {self.path}: {two}. Remove one of them.")
         return pins
 
     @property
@@ -190,8 +195,7 @@ def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None 
     """
     slug, python = definition.slug, definition.python or DEFAULT_PYTHON
     body = _compile(f"stack {slug}", definition.pins, python, prefer or {})
-    if definition.no_deps:
-        body += _compile(f"stack {slug}", definition.no_deps, python, {}, "--no-deps")
+    body += _compile(f"stack {slug}", definition.no_deps, python, {}, "--no-deps")
     head = f"# stack: {slug}\n# python: {python}\n# definition: {lock_fingerprint(definition)}\n"
     return f"{head}# renew: repro stack lock {slug}\n{body}"
 
@@ -216,29 +220,31 @@ def read_lock(path: Path) -> Lock:
     return Lock(path.read_text(encoding="utf-8"), str(path))
 
 
-def committed(definition: Definition, path: Path) -> Lock:
-    """Return the lock beside a definition; it must have been made from this very definition.
+def definition_lock_path(definition: Definition) -> Path:
+    """Return where a definition's lock is: beside it, or in the cache if the stack floats."""
+    if definition.floating:
+        return _cached(definition.slug, lock_fingerprint(definition))
+    return lock_path(definition.slug)
+
+
+def stored_lock(definition: Definition) -> Lock:
+    """Return the lock of a definition; it must have been made from this very definition.
 
     Raises StackError.
     """
+    path = definition_lock_path(definition)
     command = f"run `repro stack lock {definition.slug}`"
     if not path.exists():
-        raise StackError("usage", f"stack {definition.slug} has no lock yet: {command}")
+        raise StackError(f"stack {definition.slug} has no lock yet: {command}")
     lock = read_lock(path)
     if lock.head("definition") != lock_fingerprint(definition):
         raise StackError(
-            "usage",
-            f"stack {definition.slug}: {path.name} was made from another definition; {command}",
+            f"stack {definition.slug}: {path.name} was made from another definition; {command}"
         )
     return lock
 
 
 # -- locks in the cache
-
-
-def write_lock(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    paths.write_text(path, text)
 
 
 def _cached(kind: str, *parts: str) -> Path:
@@ -248,7 +254,7 @@ def _cached(kind: str, *parts: str) -> Path:
         if name.startswith("UV_") and "INDEX" in name
     }
     key = short_hash(*parts, str(sorted((settings | index_settings()).items())))
-    return paths.cache_dir().absolute() / "locks" / f"{kind}-{key}.txt"
+    return cache_dir().absolute() / "locks" / f"{kind}-{key}.txt"
 
 
 def lock_file(path: Path) -> Lock:
@@ -261,7 +267,7 @@ def lock_file(path: Path) -> Lock:
     """
     cached = file_lock_path(path)
     if not cached.exists():
-        write_lock(cached, resolve_file(path))
+        write_text(cached, resolve_file(path))
     return read_lock(cached)
 
 
@@ -310,7 +316,7 @@ def _read_source(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise StackError(
-            "usage", f"stack {path}: {reason}. Give a requirements file or a uv.lock."
+            f"stack {path}: {reason}. Give a requirements file or a uv.lock."
         ) from None
 
 
@@ -322,25 +328,21 @@ def resolve_file(path: Path) -> str:
         options = ["--emit-index-url", "--emit-find-links"]
         body = run_uv(subject, [*_COMPILE, python, str(path), *options], cwd=path.parent)
     if not Lock(body, str(path)).pins:
-        raise StackError("usage", f"{subject}: it names no package")
+        raise StackError(f"{subject}: it names no package")
     return f"# python: {python}\n{body}"
 
 
-def floating_path(definition: Definition) -> Path:
-    return _cached(definition.slug, lock_fingerprint(definition))
-
-
-def lock_floating(definition: Definition, renew: bool = False) -> Lock:
+def lock_floating(definition: Definition) -> Lock:
     """Resolve a floating stack once a day.
 
     If the index cannot be reached, return the last lock.
     """
-    cached = floating_path(definition)
-    if renew or not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
+    cached = definition_lock_path(definition)
+    if not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
         try:
-            write_lock(cached, resolve_definition(definition))
+            write_text(cached, resolve_definition(definition))
         except StackError as error:
-            if renew or not error.infra_error or not cached.exists():
+            if not error.infra_error or not cached.exists():
                 raise
     return read_lock(cached)
 
@@ -353,7 +355,7 @@ def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base
     other = with_releases(definition, swaps)
     cached = _cached("swapped", lock_fingerprint(other), base.body)
     if not cached.exists():
-        write_lock(cached, resolve_definition(other, prefer=base.pins))
+        write_text(cached, resolve_definition(other, prefer=base.pins))
     return read_lock(cached)
 
 

@@ -42,62 +42,59 @@ def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[R
     return sorted(selected, key=lambda release: release.parsed)
 
 
-def between(available: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
+def between(
+    available: Sequence[Release], first: Version | None, last: Version | None
+) -> list[Release]:
     """Return the releases from ``first`` to ``last``, both included.
 
     ``5.23`` as the last one means all of 5.23.x.
     """
-    low, high = (_parsed_version(text) if text else None for text in (first, last))
     out = [
         r
         for r in available
-        if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))
+        if (first is None or r.parsed >= first) and (last is None or _up_to(r.parsed, last))
     ]
     if not out:
-        known = (
-            f" (there are {len(available)}: {available[0].version} to {available[-1].version})"
-            if available
-            else ""
-        )
+        known = ""
+        if available:
+            ends = f"{available[0].version} to {available[-1].version}"
+            known = f" (there are {len(available)}: {ends})"
         raise StackError(
-            "usage", f"no release between {first or 'the first'} and {last or 'the last'}{known}"
+            f"no release between {first or 'the first'} and {last or 'the last'}{known}"
         )
     return out
 
 
-def exact(package: str, available: Sequence[Release], version: str) -> int:
-    """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
+def exact(package: str, available: Sequence[Release], version: str) -> str:
+    """Return a release as the list has it; ``4.39`` means 4.39.0. Raises StackError."""
     parsed = _parsed_version(version)
-    known = [release.parsed for release in available]
+    known = {release.parsed: release.version for release in available}
     if parsed in known:
-        return known.index(parsed)
-    below = [str(each) for each in known if each < parsed][-2:]
-    above = [str(each) for each in known if each > parsed][:2]
+        return known[parsed]
+    below = [name for each, name in known.items() if each < parsed][-2:]
+    above = [name for each, name in known.items() if each > parsed][:2]
     raise StackError(
-        "usage",
         f"{package} has no release {version}; the nearest are"
-        f" {', '.join([*below, *above]) or 'none'}",
+        f" {', '.join([*below, *above]) or 'none'}"
     )
 
 
-def parse_between(text: str) -> tuple[str | None, str | None]:
+def parse_between(text: str) -> tuple[Version | None, Version | None]:
     """Parse ``4.36..5.23``; either side may be left out. Raises StackError."""
     first, dots, last = text.partition("..")
     if not dots:
-        raise StackError("usage", f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
+        raise StackError(f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
     low, high = (_parsed_version(side) if side.strip() else None for side in (first, last))
     if low and high and low > high and not _up_to(low, high):
-        raise StackError(
-            "usage", f"--range {text}: {low} comes after {high}; write the older release first"
-        )
-    return first.strip() or None, last.strip() or None
+        raise StackError(f"--range {text}: {low} comes after {high}; write the older release first")
+    return low, high
 
 
 def _parsed_version(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
-        raise StackError("usage", f"{text!r} is not a version such as 4.39.3") from None
+        raise StackError(f"{text!r} is not a version such as 4.39.3") from None
 
 
 def _up_to(version: Version, last: Version) -> bool:
@@ -132,7 +129,7 @@ def _ask_indexes(package: str) -> list[Release]:
                 continue
             except requests.RequestException as error:
                 why = f"releases of {package}: the index cannot be reached: {error}"
-                raise StackError("infra", why) from None
+                raise StackError(why, "infra") from None
         yanked: dict[Version, bool] = {}
         for file in files:
             if file.package_type in ("wheel", "sdist"):
@@ -142,5 +139,5 @@ def _ask_indexes(package: str) -> list[Release]:
         return [Release(str(version), value) for version, value in yanked.items()]
     known = {*REPLACED, *(each.name for each in importlib.metadata.distributions())}
     raise StackError(
-        "unavailable", f"the index has no package {package!r}{suggestion(package, known)}"
+        f"the index has no package {package!r}{suggestion(package, known)}", "unavailable"
     )

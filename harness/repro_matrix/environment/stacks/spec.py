@@ -16,6 +16,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,7 @@ class StackError(ReproError):
     infra        the index cannot be reached, the disk is full: it may work later
     """
 
-    def __init__(self, kind: Kind, message: str) -> None:
+    def __init__(self, message: str, kind: Kind = "usage") -> None:
         super().__init__(message)
         self.kind: Kind = kind
         self.infra_error = kind == "infra"
@@ -138,7 +139,7 @@ class Stack:
             "PATH": os.pathsep.join([programs, search]),
         }
         if self.path:
-            out["PYTHONPATH"] = os.pathsep.join([*self.path, *([old] if old else [])])
+            out["PYTHONPATH"] = os.pathsep.join(filter(None, [*self.path, old]))
             # An overlay is not compiled ahead (most of it is never imported): the first run does
             # that for the others.
             out["PYTHONDONTWRITEBYTECODE"] = ""
@@ -175,6 +176,8 @@ class Spec:
     @property
     def python(self) -> str | None:
         """The interpreter of an existing environment."""
+        if self.base == "current":
+            return sys.executable
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property
@@ -195,18 +198,15 @@ def parse_stack(text: str) -> Spec:
         try:
             swap = Requirement(_AT_VERSION.sub(r"\1==", part.strip()))
         except InvalidRequirement as error:
-            raise StackError(
-                "usage", f"stack={text}: {part!r} is not NAME@VERSION: {error}"
-            ) from None
+            raise StackError(f"stack={text}: {part!r} is not NAME@VERSION: {error}") from None
         if not swap.url and [item.operator for item in swap.specifier] != ["=="]:
             raise StackError(
-                "usage",
-                f"stack={text}: {part!r}: a replaced package needs one release (NAME@VERSION)",
+                f"stack={text}: {part!r}: a replaced package needs one release (NAME@VERSION)"
             )
         if swaps.setdefault(canonical(swap.name), swap) is not swap:
-            raise StackError("usage", f"stack={text}: {swap.name} is replaced twice")
+            raise StackError(f"stack={text}: {swap.name} is replaced twice")
     if not base:
-        raise StackError("usage", f"stack={text}: no base stack before '+'")
+        raise StackError(f"stack={text}: no base stack before '+'")
     return Spec(text.strip(), base, tuple(swap for _, swap in sorted(swaps.items())))
 
 
@@ -220,8 +220,7 @@ def find_definition(name: str) -> Definition:
     known = definitions()
     if name not in known:
         raise StackError(
-            "usage",
-            str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}"),
+            str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}")
         )
     return known[name]
 
@@ -269,7 +268,7 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
         if done.returncode or not answers:
             raise OSError((done.stderr or done.stdout)[-500:].strip())
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise StackError("python", f"the interpreter {python} does not run: {error}") from None
+        raise StackError(f"the interpreter {python} does not run: {error}", "python") from None
     version, packages, folders = json.loads(answers[0])
     # the first folder wins
     versions = {canonical(name): release for name, release in reversed(packages) if name}
