@@ -380,3 +380,15 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     assert server_environment(scripts[0]) == server_environment(scripts[1])
     assert "CUDA_VISIBLE_DEVICES" not in server_environment(scripts[0])
     assert visible.items() <= spec_of(scripts[1])["env"].items()
+
+
+@ranks
+def test_exception_of_a_forked_script_is_recorded(tmp_path: Path, warm: ForkserverLauncher) -> None:
+    """As by the hooks in a new interpreter: with its place, before the process ends."""
+    path = tmp_path / "train.py"
+    path.write_text("raise ValueError('boom')\n")
+    command = Script(command_of_script(str(path), 1), ScriptFailure(), tmp_path).case()
+    attempt = attempt_of(tmp_path / "a", "nothing", world_size=1)
+    (rank,) = launched(warm, dataclasses.replace(attempt, command=command, script=path))["ranks"]
+    assert rank["exit_code"] == 1 and "ValueError: boom" in rank["log_tail"]
+    assert rank["record"]["exception"]["message"] == "boom"

@@ -148,9 +148,9 @@ def test_launcher_taken_port_is_retried_once(
         taken.bind(("", 0))
         taken.listen()
 
-        def first_taken(attempt: Attempt, port: int = 0) -> Json:
+        def first_taken(attempt: Attempt) -> Json:
             asked.append(0 if asked else taken.getsockname()[1])
-            return {**spec(attempt, port), "port": asked[-1]}
+            return {**spec(attempt), "port": asked[-1]}
 
         monkeypatch.setattr(Attempt, "spec", first_taken)
         result = launched(TorchrunLauncher(), attempt_of(tmp_path / "a", "nothing"))

@@ -203,6 +203,10 @@ def test_resumed_epoch_is_joined_with_its_beginning() -> None:
     assert not wrong and "not checked" in compared, "the launch that began the epoch is another one"
 
 
+def test_command_that_started_no_rank_has_no_checks() -> None:
+    add_checks([], ["data", "replicas", "finite"])
+
+
 def test_check_is_added_to_every_rank() -> None:
     same = ranks([epoch([0, 1], 2)], [epoch([0, 1], 2)])
     records = [{"facts": {"samples": each}, "ended": 1.0, "checks": []} for each in same]

@@ -229,7 +229,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
 def test_log_without_end_is_cut_and_its_end_is_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("repro_matrix.launch.attempt.cut.__defaults__", (1 << 20,))
+    monkeypatch.setattr("repro_matrix.launch.attempt.MAX_LOG", 1 << 20)
     found = bench.plain(
         """
         import os, time

@@ -1,10 +1,12 @@
 """Nothing agrees of which nothing, or too little, was compared; and reading never fails."""
 
+import base64
 import json
 import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,6 +178,24 @@ def test_modules_in_another_order_on_two_ranks(good, tmp_path):
     path.write_text("".join(lines))
     runs = list(map(read_trace, good))
     assert locate(runs[0], read_trace(folder), runs[1:]).verdict == "agrees"
+
+
+def test_rows_that_differ_are_found_beside_rows_that_are_missing(good, tmp_path):
+    """Nothing follows from either: one hook saw less, and the other another gradient."""
+    folder = train(tmp_path / "bad", world=2)
+    for rank in (0, 1):
+        path = folder / f"trace-{rank}.jsonl"
+        events = list(map(json.loads, path.read_text().splitlines()))
+        for event in [each for each in events if each["k"] == "bwd" and each["n"] == "layers.1.up"]:
+            table = np.frombuffer(base64.b64decode(event["v"]))
+            event["v"] = base64.b64encode((1.01 * table).tobytes()).decode()
+            if rank == 0:
+                events.remove(event)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    runs = list(map(read_trace, good))
+    location = locate(runs[0], read_trace(folder), runs[1:])
+    assert (location.stage, location.place) == ("backward", "layers.1.up")
+    assert location.ranks == (1,)
 
 
 @settings(max_examples=15, deadline=None)

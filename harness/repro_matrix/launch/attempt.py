@@ -38,6 +38,7 @@ from repro_matrix.config.schema import AdhocCase
 from repro_matrix.config.settings import inherited
 from repro_matrix.environment.gpus import RUN_TOKEN
 from repro_matrix.environment.nodes import Nodes
+from repro_matrix.paths import read_json
 
 Json = dict[str, Any]
 
@@ -164,25 +165,28 @@ class Attempt:
         _, _, bring_up, per_rank = LIMITS[self.device]
         return self.deadline_s + bring_up + per_rank * self.world_size
 
-    def spec(self, port: int = 0) -> Json:
+    def spec(self) -> Json:
         """Return the input of a worker inside the stack.
 
         ``env`` has only the attempt's private variables.
         """
-        return {
+        spec: Json = {
             "script": str(self.script),
             "settings": str(self.directory / "settings.json"),
             "world_size": self.world_size,
             "log_dir": str(self.logs),
             "record_dir": str(self.records),
             "env": private_environment(self),
-            "port": port,
-            **({"nodes": self._nodes_spec(self.nodes)} if self.nodes else {}),
         }
-
-    def _nodes_spec(self, nodes: Nodes) -> Json:
-        own = {"id": self.id, "tmp": str(_short_tmp(self.directory))}
-        return {"count": nodes.count, "host": nodes.host, "commands": nodes.commands, **own}
+        if self.nodes:
+            spec["nodes"] = {
+                "count": self.nodes.count,
+                "host": self.nodes.host,
+                "commands": self.nodes.commands,
+                "id": self.id,
+                "tmp": str(_short_tmp(self.directory)),
+            }
+        return spec
 
 
 class Launcher(Protocol):
@@ -318,13 +322,13 @@ def describe_exit(code: int | None) -> str:
     return "ended" if code is None else f"ended with exit code {code}"
 
 
-def cut(path: Path, limit: int = MAX_LOG) -> None:
+def cut(path: Path) -> None:
     """Cut a log that has grown too long down to its tail.
 
     The ranks append, so they continue at its new end.
     """
     try:
-        if path.stat().st_size > limit:
+        if path.stat().st_size > MAX_LOG:
             with open(path, "rb") as log:
                 log.seek(-KEPT_TAIL, os.SEEK_END)
                 end = log.read()
@@ -338,10 +342,10 @@ def cut(path: Path, limit: int = MAX_LOG) -> None:
 def read_launch(path: Path) -> dict[str, Any]:
     """Return launch.json, or an empty answer where it is missing or damaged."""
     try:
-        answer = json.loads(path.read_text(encoding="utf-8"))
+        answer = read_json(path)
         answer["ranks"] = [entry for entry in answer["ranks"] if isinstance(entry["rank"], int)]
         return dict(answer)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError):
         return {"ranks": []}
 
 

@@ -82,7 +82,7 @@ class ForkserverLauncher:
         # stopped already: the other launcher starts nothing either
         if reason is None and not stop.is_set():
             try:
-                return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
+                return tried_again(lambda: self._once(attempt, stop), "launcher_died", stop)
             except ServerRefused as refused:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:
@@ -103,15 +103,13 @@ class ForkserverLauncher:
             create_files(attempt, spec_of(attempt))
             started = time.time()
             with server.fork(attempt.spec_file) as forked:
-                if isinstance(forked, ServerProcess):
-                    watched = Watch(attempt, root=forked.process).run(forked.wait, stop)
-                    observation = observe.observation(attempt, self.name, server.command, watched)
-                    return (
-                        add_files(observation, attempt, attempt.command)
-                        if attempt.command
-                        else observation
-                    )
-                return observe.not_started(attempt, self.name, server.command, started, forked)
+                if not isinstance(forked, ServerProcess):
+                    return observe.not_started(attempt, self.name, server.command, started, forked)
+                watched = Watch(attempt, root=forked.process).run(forked.wait, stop)
+            observation = observe.observation(attempt, self.name, server.command, watched)
+            if attempt.command:
+                add_files(observation, attempt, attempt.command)
+            return observation
 
     @contextmanager
     def _server(self, attempt: Attempt, stop: threading.Event) -> Iterator[Server]:
@@ -145,11 +143,11 @@ class ForkserverLauncher:
                 raise refused
         with self._lock:
             server = self._servers.pop(key, None)
-            # it can take another attempt
-            if server is None or (server.process and server.process.poll() is None):
-                if server is not None:
-                    server.users += 1
-                    self._servers[key] = server
+            if server is None:
+                return None
+            if server.process and server.process.poll() is None:  # it can take another attempt
+                server.users += 1
+                self._servers[key] = server
                 return server
             idle = server.users == 0
         if idle:
@@ -163,7 +161,7 @@ class ForkserverLauncher:
             closed = [server] if server.users == 0 and self._servers.get(key) is not server else []
             most = MAX_IDLE if psutil.virtual_memory().available > IDLE_FREE else 1
             idle = [name for name, other in self._servers.items() if other.users == 0]
-            closed += [self._servers.pop(name) for name in idle[: max(0, len(idle) - most)]]
+            closed += [self._servers.pop(name) for name in idle[:-most]]
         for each in closed:
             each.close()
 

@@ -82,9 +82,6 @@ def observation(
     launch = read_launch(attempt.launch_file)
     result = _observed(attempt, launcher, command, watched, launch)
     result["infra_error"] = _find_problem(launch, result, watched, attempt, worker_exit)
-    if result["infra_error"] is None:
-        slow = timeout_without_hang(Observed(cast(Observation, result)))
-        result["infra_error"] = None if slow is None else _infra_problem(*slow)
     return result
 
 
@@ -102,7 +99,7 @@ def not_started(
 def _observed(
     attempt: Attempt, launcher: str, command: list[str], watched: Watched, launch: Json
 ) -> Json:
-    entries = {int(entry["rank"]): entry for entry in launch["ranks"]}
+    entries = {entry["rank"]: entry for entry in launch["ranks"]}
     hang = {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": watched.limit_s}
     about = {
         "id": attempt.id,
@@ -172,14 +169,14 @@ def _find_problem(
 ) -> Json | None:
     """Return what prevented the attempt from being evidence, if anything did.
 
-    The launch comes first, then the ranks. A rank's problem does not count after another rank's
-    failure, from which it may follow, unless it is a failed GPU.
+    The launch comes first, then the ranks, then a timeout that is not a hang. A rank's problem does
+    not count after another rank's failure, from which it may follow, unless it is a failed GPU.
     """
     if watched.interrupted:
         return None
-    error = launch.get("error")
+    error: Json | None = launch.get("error")
     if error:
-        return _infra_problem(str(error.get("kind", "launch")), str(error.get("message", "")))
+        return error
     log = tail(attempt.logs / "launcher.log", lines=15)
     worker = f"the launcher's worker {describe_exit(worker_exit)}"
     if not launch["ranks"]:
@@ -189,22 +186,21 @@ def _find_problem(
         )
     if not launch.get("finished") and not watched.timed_out:
         return _infra_problem("launcher_died", f"{worker} before its ranks did\n{log}")
-    problems = [
-        (rank["rank"], problem)
-        for rank in result["ranks"]
-        if (problem := _of_rank(rank, attempt.device))
+    seen = Observed(cast(Observation, result))
+    ended = {failure.rank: failure.ended_at for failure in find_failures(seen).primary}
+    problems = {rank["rank"]: _of_rank(rank, attempt.device) for rank in result["ranks"]}
+    first = min((at for rank, at in ended.items() if not problems[rank]), default=math.inf)
+    found = [
+        _infra_problem(problem[0], f"rank {rank}: {problem[1]}")
+        for rank, problem in problems.items()
+        if problem
+        and (problem[0] == "gpu_failure" or not first < ended.get(rank, math.inf) < math.inf)
     ]
-    failures = find_failures(Observed(cast(Observation, result))).primary
-    ended = {failure.rank: failure.ended_at for failure in failures}
-    first = min(
-        set(ended) - {number for number, _ in problems}, key=ended.__getitem__, default=None
-    )
-    if first is not None:
-        late = {number for number, at in ended.items() if ended[first] < at < math.inf}
-        problems = [each for each in problems if each[0] not in late or each[1][0] == "gpu_failure"]
-    # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
-    number, problem = min(problems, key=lambda each: each[1][0] != "gpu_failure", default=(0, None))
-    return None if problem is None else _infra_problem(problem[0], f"rank {number}: {problem[1]}")
+    if found:
+        # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
+        return min(found, key=lambda each: each["kind"] != "gpu_failure")
+    slow = timeout_without_hang(seen)
+    return _infra_problem(*slow) if slow else None
 
 
 def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
@@ -217,17 +213,10 @@ def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
     error = exception_of(cast(RankData, rank))
     if record is None:
         return _of_log(rank["log_tail"]) if rank["exit_code"] else None
-    if (
-        error is None
-        and rank["exit_code"]
-        and record.get("ended") is None
-        and _DISK.search(rank["log_tail"])
-    ):
-        return (
-            "disk",
-            "its record could not be written: no space left, or a limit of file sizes",
-        )
-    return _of_exception(cast(Json, error), str(record.get("phase")), device) if error else None
+    unwritten = record.get("ended") is None and _DISK.search(rank["log_tail"])
+    if error is None and rank["exit_code"] and unwritten:
+        return "disk", "its record could not be written: no space left, or a limit of file sizes"
+    return _of_exception(cast(Json, error), record["phase"], device) if error else None
 
 
 def _of_log(text: str) -> tuple[str, str] | None:
@@ -256,11 +245,10 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
         return failed, first
     if phase == "init_process_group" and _PORT.search(message):
         return "port", first
-    known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
     host = kind == "MemoryError" or (
         kind in ("RuntimeError", "OSError") and _MEMORY.search(message)
     )
-    if host or kind == "OutOfMemoryError" or (known and known.kind == "memory"):
+    if host or kind == "OutOfMemoryError" or _kind_on_device(error) == "memory":
         return "memory", first
     return None
 
@@ -270,29 +258,34 @@ def classify_device_error(error: Mapping[str, Any], phase: str) -> DeviceError |
 
     The exception is as in record.py.
     """
-    message, kind = str(error.get("message") or ""), str(error.get("type") or "")
-    known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
-    shown = known.kind if known else "program"
+    shown = _kind_on_device(error)
     if shown == "hardware":
         return "gpu_failure"
     innermost = (error.get("frames") or [{}])[-1]
-    if (
-        str(innermost.get("module")),
-        str(innermost.get("function")),
-    ) in _INITIALISING or shown == "device":
+    place = innermost.get("module"), innermost.get("function")
+    if place in _INITIALISING or shown == "device":
         return "device"
     # Before the first step: other processes use the missing memory, or NCCL cannot start.
-    if phase in STARTING and (kind == "DistBackendError" or shown in ("memory", "starting")):
+    failed = error.get("type") == "DistBackendError" or shown in ("memory", "starting")
+    if phase in STARTING and failed:
         return "device"
     return EITHER if shown == "asynchronous" else None
 
 
-def tail(path: Path, lines: int = TAIL_LINES, size: int = TAIL_BYTES) -> str:
+def _kind_on_device(error: Mapping[str, Any]) -> str:
+    """Return the kind of an exception's text or code in config/device_errors.yaml."""
+    known = None
+    if error.get("type") in _CUDA_TYPES:
+        known = device_error(str(error.get("message") or ""), error.get("error_code"))
+    return known.kind if known else "program"
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> str:
     """Return the last lines of a log as clean text, whatever it contains and however long it is."""
     try:
         with open(path, "rb") as source:
-            source.seek(max(0, source.seek(0, 2) - size))
-            data = source.read(size)
+            source.seek(max(0, source.seek(0, 2) - TAIL_BYTES))
+            data = source.read(TAIL_BYTES)
     except OSError:
         return ""
     text = _CONTROL.sub(

@@ -44,7 +44,7 @@ def with_token(name: str, value: str) -> set[psutil.Process]:
                     matches.add(psutil.Process(pid))
         except (OSError, psutil.Error):
             continue  # ended meanwhile, or another user's
-    return {process for process in matches if alive(process)}
+    return set(filter(alive, matches))
 
 
 def tree(roots: Iterable[psutil.Process]) -> set[psutil.Process]:

@@ -38,30 +38,31 @@ def compare_samples(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
     key = "index" if all(epoch["exact"] for each in epochs for epoch in each) else "content"
     compared = f"{counted(total, 'sample')}, known by {key}, of {counted(numbers[0], 'epoch')} on "
     compared += counted(len(ranks), "rank")
-    results = [_compare_epoch(same, _has_stable_content(epochs)) for same in zip(*epochs)]
+    stable = _has_stable_content(epochs)
+    results = [_compare_epoch(same, stable) for same in zip(*epochs)]
     right = [at for at, (wrong, _, _) in enumerate(results) if not wrong]
-    found: tuple[dict[str, list[int]], ...] = {}, {}, {}
     for at, (wrong, unknown, remarks) in enumerate(results):
         if any(_overlap(epochs[0][at], epochs[0][other]) for other in right):
-            unknown = unknown + [
-                f"{text} (right if this loader is for validation)" for text in wrong
-            ]
-            wrong = []
-        for kind, texts in zip(found, (wrong, unknown, remarks)):
-            for text in texts:
-                kind.setdefault(text, []).append(at)
-    wrong, unknown, remarks = (
-        [
-            f"{'epoch' if len(each) == 1 else 'epochs'} {list_some(list(map(str, each)))}: {text}"
-            for text, each in kind.items()
-        ]
-        for kind in found
-    )
+            excused = [f"{text} (right if this loader is for validation)" for text in wrong]
+            results[at] = [], unknown + excused, remarks
+    wrong, unknown, remarks = (_by_epoch([each[kind] for each in results]) for kind in range(3))
     if numbers[0] > 1 and all(map(_is_one_part, epochs)):
         unknown.append(f"each of {numbers[0]} epochs ended early, on the same samples")
     if any(map(_has_one_order, epochs)):
         remarks.insert(0, "all epochs have the same shuffled order: is set_epoch called?")
     return "; ".join([compared, *remarks[:4]]), wrong, next(iter(unknown), "")
+
+
+def _by_epoch(texts: Sequence[Sequence[str]]) -> list[str]:
+    """Return each text once, after the epochs of which it is true."""
+    found: dict[str, list[str]] = {}
+    for number, each in enumerate(texts):
+        for text in each:
+            found.setdefault(text, []).append(str(number))
+    return [
+        f"epoch{'s' if numbers[1:] else ''} {list_some(numbers)}: {text}"
+        for text, numbers in found.items()
+    ]
 
 
 def _overlap(one: Json, other: Json) -> bool:
@@ -191,14 +192,11 @@ def _by_content(ranks: Sequence[Json]) -> tuple[list[str], list[str], list[str]]
         "completeness not checked: samples are known by their content, which a random augmentation"
         " changes"
     ]
-    if first["length"] is not None and excess <= -first["length"] % (len(ranks) * size):
-        return (
-            [],
-            [],
-            [*remarks, f"{counted(excess, 'sample')} repeated as padding"] if excess else remarks,
-        )
-    text, share = f"{counted(excess, 'sample')} with the content of another", _share_of_twins(ranks)
-    if share <= DUPLICATES:
+    length, share = first["length"], _share_of_twins(ranks)
+    padded = length is not None and excess <= -length % (len(ranks) * size)
+    why = "repeated as padding" if padded else "with the content of another"
+    text = f"{counted(excess, 'sample')} {why}"
+    if padded or share <= DUPLICATES:
         return [], [], [*remarks, text] if excess else remarks
     # Workers that all read the whole stream repeat each sample on their rank; else the data holds
     # equal samples.

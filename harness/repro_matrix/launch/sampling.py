@@ -34,7 +34,7 @@ from repro_matrix.grading.hangs import (
 )
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Json
-from repro_matrix.paths import read_json
+from repro_matrix.paths import file_state, read_json
 from repro_matrix.records.attempt import Collectives
 
 # a rank's monitor thread answers in milliseconds, unless another thread keeps the GIL
@@ -61,8 +61,8 @@ class Sample:
     def standing(self, rank: int) -> RankCollectives:
         return rank_collectives(
             rank,
-            bool(self.state.get("ended")),
-            str(self.state.get("blocking_call") or ""),
+            self.state["ended"],
+            self.state.get("blocking_call") or "",
             self.collectives,
         )
 
@@ -84,9 +84,7 @@ def take(
     used = {rank: _used(target) for rank, target in living.items()}
     times = {rank: time.monotonic() - began for rank in living}
     answers = _query_monitors(set(living), records)
-    traces = (
-        backtraces({rank: target.pid for rank, target in living.items()}, records) if full else {}
-    )
+    traces = backtraces(living, records) if full else {}
     samples = {}
     for rank in range(world_size):
         if rank not in living or not processes.alive(living[rank]):
@@ -190,7 +188,7 @@ def _query_monitors(
     All are queried at once.
     """
     files = {rank: records / f"collectives-{rank}.json" for rank in ranks}
-    before = {rank: _changed(path) for rank, path in files.items()}
+    before = {rank: file_state(path) for rank, path in files.items()}
     queried = {
         rank: path for rank, path in files.items() if _send(records / f"ask-{rank}", question)
     }
@@ -198,9 +196,10 @@ def _query_monitors(
     limit = time.monotonic() + limit_s
     while len(answers) < len(queried) and time.monotonic() < limit:
         for rank in queried.keys() - answers.keys():
-            if _changed(queried[rank]) != before[rank]:
-                answer = _read_answer(queried[rank])
-                if answer is not None:
+            # an answer is a new file in the place of the old one
+            if file_state(queried[rank]) != before[rank]:
+                answer = read_json(queried[rank])
+                if isinstance(answer, dict) and "error" not in answer:
                     answers[rank] = answer
         time.sleep(0.01)
     return answers
@@ -253,41 +252,24 @@ def _request(records: Path, rank: int, name: str) -> bytes:
 def _send(pipe: Path, question: bytes) -> bool:
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails where nothing reads from it
+        with os.fdopen(fd, "wb", buffering=0) as target:
+            return target.write(question) == 1
     except OSError:
         return False
-    try:
-        return os.write(fd, question) == 1
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
-def _changed(path: Path) -> tuple[int, int]:
-    try:
-        state = path.stat()  # an answer is a new file in the place of the old one
-        return state.st_ino, state.st_mtime_ns
-    except OSError:
-        return 0, 0
-
-
-def _read_answer(path: Path) -> Json | None:
-    answer = read_json(path)
-    return answer if isinstance(answer, dict) and "error" not in answer else None
-
-
-def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
-    """Return the backtraces of each rank (rank -> pid) as text.
+def backtraces(ranks: Mapping[int, psutil.Process], records: Path) -> dict[int, str]:
+    """Return the backtraces of each rank as text.
 
     The first line says how they were obtained.
     """
 
-    def stack(rank: int, pid: int) -> str:
-        text, problem = py_spy(pid)
-        return f"# py-spy\n{text}" if text else _faulthandler(rank, pid, records, problem)
+    def stack(rank: int, target: psutil.Process) -> str:
+        text, problem = py_spy(target.pid)
+        return f"# py-spy\n{text}" if text else _faulthandler(rank, target.pid, records, problem)
 
-    with ThreadPoolExecutor(max_workers=max(1, min(4, len(pids)))) as pool:
-        return dict(zip(pids, pool.map(lambda item: stack(*item), pids.items())))
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return dict(zip(ranks, pool.map(stack, ranks, ranks.values())))
 
 
 def _faulthandler(rank: int, pid: int, records: Path, problem: str) -> str:

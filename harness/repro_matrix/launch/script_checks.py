@@ -14,37 +14,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from repro_matrix.launch import sample_checks
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 Json = dict[str, Any]
 
 
 def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
     """Add the wanted checks (``replicas``, ``finite``, ``data``) to each rank's record."""
+    if not records:
+        return  # no rank has started
+    ended = {"missing": "the process ended without Python's exit"}
+    samples = [record["facts"].get("samples", ended) for record in records]
+    ranks = [record["facts"].get("parameters", ended) for record in records]
     if "data" in wanted:
-        ended = {"missing": "the process ended without Python's exit"}
-        compared, wrong, unknown = sample_checks.compare_samples(
-            [each["facts"].get("samples", ended) for each in records]
-        )
+        data = sample_checks.compare_samples(samples)
         for record in records:
-            _add(record, "data_partitioned", compared, wrong, "" if wrong else unknown)
-    ranks = [
-        record["facts"].get("parameters") or {"missing": "the process ended without Python's exit"}
-        for record in records
-    ]
+            _add(record, "data_partitioned", *data)
     missing = next((each["missing"] for each in ranks if "missing" in each), "")
-    for record, facts in zip(records, ranks):
-        parameters = facts.get("parameters", ())
-        if "replicas" in wanted:
-            why = missing or _no_replicas(ranks)
-            compared, wrong, unknown = ("", [], "") if why else _compare(ranks)
-            _add(record, "replicas_equal", compared, wrong, why or ("" if wrong else unknown))
-        if "finite" in wanted:
+    if "replicas" in wanted:
+        why = missing or _no_replicas(ranks)
+        replicas = ("", [], why) if why else _compare(ranks)
+        for record in records:
+            _add(record, "replicas_equal", *replicas)
+    if "finite" in wanted:
+        for record, facts in zip(records, ranks):
+            parameters = facts.get("parameters", ())
             wrong = [each["name"] for each in parameters if not each["finite"]]
-            compared = (
-                f"{len(parameters)} tensors and {sum(each['gradient'] for each in parameters)}"
-                " gradients"
-            )
+            gradients = sum(each["gradient"] for each in parameters)
+            compared = f"{len(parameters)} tensors and {gradients} gradients"
             _add(record, "parameters_finite", compared, wrong, missing)
 
 
@@ -117,11 +114,13 @@ def _different(columns: Sequence[Sequence[Json]], key: str) -> list[str]:
 
 
 def _add(record: Json, name: str, compared: str, wrong: Sequence[str], why: str) -> None:
-    subject = (
-        f"{compared}; wrong: {', '.join(wrong[:4])}{' ...' if wrong[4:] else ''}"
-        if wrong
-        else compared
-    )
+    """Add a check.
+
+    ``why``: the reason why nothing is known to be right, where nothing is ``wrong``.
+    """
+    subject = f"0 tensors: {why}" if why else compared
+    if wrong:
+        subject = f"{compared}; wrong: {list_some(wrong, 4)}"
     record["done_at"] = record["ended"] or 0.0
     record["checks"].append(
         {
@@ -130,7 +129,7 @@ def _add(record: Json, name: str, compared: str, wrong: Sequence[str], why: str)
             "expected": 0,
             "tolerance": 0,
             "passed": not wrong,
-            "subject": f"0 tensors: {why}" if why else subject,
+            "subject": subject,
             "at": record["done_at"],
         }
     )

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Metric
 from repro_matrix.config.settings import set_by_launch
@@ -38,7 +37,6 @@ from repro_matrix.launch.attempt import (
 )
 from repro_matrix.launch.script_checks import add_checks
 from repro_matrix.launch.watch import Watch
-from repro_matrix.records.attempt import Exception_
 from repro_matrix.text import ESCAPE, counted
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
@@ -63,7 +61,7 @@ class TorchrunLauncher:
                 lambda: run_worker(
                     attempt, self.name, command, command, environment(attempt), stop
                 ),
-                ("port",),
+                "port",
                 stop,
             )
         finally:
@@ -73,11 +71,11 @@ class TorchrunLauncher:
         pass
 
 
-def tried_again(once: Callable[[], Json], kinds: tuple[str, ...], stop: threading.Event) -> Json:
-    """Return an observation; repeat the attempt once after an error of these ``kinds``."""
+def tried_again(once: Callable[[], Json], kind: str, stop: threading.Event) -> Json:
+    """Return an observation; repeat the attempt once after an error of this ``kind``."""
     observation = once()
     problem = observation["infra_error"]
-    if problem and problem["kind"] in kinds and not stop.is_set():
+    if problem and problem["kind"] == kind and not stop.is_set():
         observation = once()
         observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
     return observation
@@ -89,7 +87,6 @@ def run_command(attempt: Attempt, command: AdhocCase, stop: threading.Event) -> 
     spec = {
         "command": argv,
         "cwd": os.getcwd(),
-        "env": {},
         "record_dir": str(attempt.records),
         "world_size": attempt.world_size,
         "plain": command.plain,
@@ -98,7 +95,9 @@ def run_command(attempt: Attempt, command: AdhocCase, stop: threading.Event) -> 
     observation = run_worker(
         attempt, COMMAND, argv, worker, user_environment(attempt, command), stop, spec
     )
-    return add_files(observation, attempt, command) if attempt.logs.exists() else observation
+    if attempt.logs.exists():
+        add_files(observation, attempt, command)
+    return observation
 
 
 def run_worker(
@@ -157,33 +156,23 @@ def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
         if name in shown or not set_by_launch(name)
     }
     env.pop("PYTHONHOME", None)
-    private = private_environment(attempt)
-    own_values = {
-        name: private[name]
-        for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")
-    }
-    added = {name: value for name, value in attempt.env.items() if name != "PYTHONPATH"}
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env |= {"PYTHONUNBUFFERED": "1", **attempt.env}
     if attempt.gpus:
-        added |= visible_devices(attempt)
+        env |= visible_devices(attempt)
+    private = private_environment(attempt)
+    for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR"):
+        env[name] = private[name]
+    env["REPRO_RECORDS"] = str(attempt.records)
+    if command.single:
+        env["REPRO_PLAIN"] = "1"
+    if command.checks:
+        env["REPRO_CHECKS"] = ",".join(command.checks)
     paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
-    hooks = {
-        "REPRO_RECORDS": str(attempt.records),
-        **({"REPRO_PLAIN": "1"} if command.single else {}),
-    }
-    hooks |= {"REPRO_CHECKS": ",".join(command.checks)} if command.checks else {}
-    return {
-        **env,
-        "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"),
-        "PYTHONUNBUFFERED": "1",
-        **added,
-        **own_values,
-        **hooks,
-        **attempt.trace,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    return {**env, **attempt.trace, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
+def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> None:
     """Add what only the attempt's files contain, while they exist."""
     code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
     ranks = observation["ranks"]
@@ -191,18 +180,14 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
     # A record of a smaller world: the launcher did not start what the command asks for, whatever
     # the script did then.
     smaller = any(rank["record"] and rank["record"]["world_size"] < len(ranks) for rank in begun)
-    if 0 < len(begun) < len(ranks) and (
-        smaller or (code == 0 and not observation["attempt"]["timed_out"])
-    ):
-        started = f"only {counted(len(begun), 'rank')} of {len(ranks)} started"
+    ended_well = code == 0 and not observation["attempt"]["timed_out"]
+    if 0 < len(begun) < len(ranks) and (smaller or ended_well):
         message = (
-            f"{started}: the launcher made fewer processes than the command asks for. Check the"
-            " launcher's options."
+            f"only {counted(len(begun), 'rank')} of {len(ranks)} started: the launcher made fewer"
+            " processes than the command asks for. Check the launcher's options."
         )
-        observation["infra_error"] = observation["infra_error"] or {
-            "kind": "launch",
-            "message": message,
-        }
+        problem = {"kind": "launch", "message": message}
+        observation["infra_error"] = observation["infra_error"] or problem
         ranks = observation["ranks"] = begun
     for rank in ranks:
         record = rank["record"]
@@ -212,10 +197,9 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
         raised = record["exception"]
         # torch.multiprocessing: with the child's traceback
         if raised and raised["type"] == "ProcessRaisedException":
-            inner = tracebacks(raised["message"])
-            record["exception"] = (
-                {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
-            )
+            inner = first_traceback(raised["message"])
+            if inner:
+                record["exception"] = {**inner, "cause": {**raised, "cause": None}}
     add_checks([rank["record"] for rank in ranks if rank["record"]], command.checks)
     logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
     observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
@@ -233,7 +217,6 @@ def add_files(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
             record["logs"].append(
                 {"logger": "printed", "message": item["line"], "file": "", "code_location": ""}
             )
-    return observation
 
 
 def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
@@ -293,21 +276,19 @@ def _storable(number: float) -> float:
     return math.copysign(INFINITE, number) if math.isinf(number) else number
 
 
-def tracebacks(text: str) -> list[Exception_]:
-    """Return each whole traceback of a text, as ``describe_exception`` of repro_kit/record.py."""
+def first_traceback(text: str) -> Json | None:
+    """Return the first whole traceback of a text, as ``describe_exception`` of record.py."""
     labels, errors = Labels(), Errors()
     for number, line in enumerate(text.splitlines()):
         errors.read(labels.split(line, number))
     errors.end()
-    records = [error.record for error in errors.found.values() if error.whole and error.places]
-    for frame in (
-        frame
-        for record in records
-        for frame in record["frames"]
-        if not _INSTALLED.search(frame["file"])
-    ):
-        frame["code_location"] = ""  # the user's own; an installed file is placed by its path
-    return [cast(Exception_, {"bases": [], **record}) for record in records]
+    for error in errors.found.values():
+        if error.whole and error.places:
+            for frame in error.places:
+                if not _INSTALLED.search(frame["file"]):
+                    frame["code_location"] = ""  # the user's own; else its path tells the place
+            return {"bases": [], **error.record}
+    return None
 
 
 _INSTALLED = re.compile(r"/(?:(?:site|dist)-packages|lib(?:64)?/python3[\d.]*)/")

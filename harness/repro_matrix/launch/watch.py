@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.environment.stacks.extensions import remove_stale_locks
-from repro_matrix.grading.hangs import attempt_progress, find_deadlock
+from repro_matrix.grading.hangs import Progress, attempt_progress, find_deadlock
 from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, cut, environment, read_launch
 from repro_matrix.launch.sampling import Sample
@@ -63,10 +63,11 @@ class Watched:
     cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
-def _wait_for(finished: Callable[[float], bool], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit and not finished(POLL_S):
-        pass
+def _progress(samples: Mapping[int, list[Sample]]) -> Progress:
+    """Compare the last two samples of each rank."""
+    return attempt_progress(
+        {rank: (each[-2].state, each[-1].state) for rank, each in samples.items()}
+    )
 
 
 class Watch:
@@ -101,9 +102,8 @@ class Watch:
     def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
         """Wait for ``finished``, the deadline, or ``stop``; then end everything.
 
-        ``finished`` gets the seconds that it may wait.
-
-        ``finished`` must also become true when the launcher's worker has ended.
+        ``finished`` gets the seconds for which it waits at most. It must also become true when the
+        launcher's worker has ended.
         """
         result = self.result
         try:
@@ -206,12 +206,7 @@ class Watch:
             self._first, self._next_round = samples, time.monotonic() + APART_S
             return False
         pairs = {rank: [first[rank], sample] for rank, sample in samples.items()}
-        if (
-            attempt_progress(
-                {rank: (one.state, other.state) for rank, (one, other) in pairs.items()}
-            )
-            != "stuck"
-        ):
+        if _progress(pairs) != "stuck":
             return False
         self.result.deadlock, self.result.samples = reason, pairs
         return True
@@ -240,9 +235,7 @@ class Watch:
             for rank, sample in self._sample().items():
                 samples.setdefault(rank, []).append(sample)
             if number:
-                answer = attempt_progress(
-                    {r: (each[-2].state, each[-1].state) for r, each in samples.items()}
-                )
+                answer = _progress(samples)
                 if answer == "stuck" or (answer == "progress" and number > 1):
                     break
         self.result.samples = {rank: each[-2:] for rank, each in samples.items()}
@@ -256,11 +249,9 @@ class Watch:
         self.known |= processes.tree(self.known)
         living = self._living()
         for target in living:
-            try:
+            with suppress(psutil.Error):
                 times = target.cpu_times()
                 self._cpu[target] = times.user + times.system
-            except psutil.Error:
-                continue
         self._note_quiet(sum(self._cpu.values()))
         self.memory |= processes.shared_memory_of(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
@@ -292,7 +283,7 @@ class Watch:
                 target = processes.process(entry.get("pid"))
                 # The number of a rank that ended long ago may belong to another process now.
                 if target is not None and target.create_time() >= self.result.started - 5:
-                    self._ranks[int(entry["rank"])] = target
+                    self._ranks[entry["rank"]] = target
             self.known |= set(self._ranks.values())
         return self._ranks
 
@@ -313,28 +304,22 @@ class Watch:
         alive = {rank: target for rank, target in self.ranks().items() if processes.alive(target)}
         self.result.running = set(alive)
         if self.result.timed_out and not self.result.samples:
-            self.result.stacks = sampling.backtraces(
-                {r: t.pid for r, t in alive.items()}, self.attempt.records
-            )
+            self.result.stacks = sampling.backtraces(alive, self.attempt.records)
         if self.attempt.nodes and self.root:  # it reaches the ranks of all nodes
             with suppress(psutil.Error):
                 self.root.terminate()
-            _wait_for(finished, NODES_S)
+            finished(NODES_S)
         if self._ranks:
-            worker = {self.root} if self.root else set()
-            processes.end(lambda: self._find() - worker)
-            _wait_for(finished, processes.TERM_S)
+            processes.end(lambda: self._find() - {self.root})
+            finished(processes.TERM_S)
 
     def _end_rest(self) -> None:
         early = self.result.timed_out or self.result.interrupted
         ended = processes.end(self._find, term_s=0.5)
         answer = read_launch(self.attempt.launch_file)
-        pids = {target.pid for target in self.known} | {
-            int(entry.get("pid") or 0) for entry in answer["ranks"]
-        }
-        left = processes.clear_shared_memory(
-            self.memory, (pids | {int(answer.get("port") or 0)}) - {0}, self.result.started
-        )
+        numbers = {answer.get("port"), *(entry.get("pid") for entry in answer["ranks"])}
+        numbers |= {target.pid for target in self.known}
+        left = processes.clear_shared_memory(self.memory, numbers - {0, None}, self.result.started)
         if not early:
             removed = [f"/dev/shm/{name} removed" for name in left]
             self.result.leaked_processes += [*ended, *answer.get("leaked_processes", []), *removed]

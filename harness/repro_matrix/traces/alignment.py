@@ -342,8 +342,8 @@ class Step:
             addends, values = self.addends(name, rank)
             found[tuple(addends)] = values.sum(axis=0)
         owners: list[Owner] = []
-        for addends in map(list, found):
-            ranks = {rank for each, _ in addends for rank in each}
+        for summed in found:
+            ranks = {rank for each, _ in summed for rank in each}
             owners.append((tuple(sorted(ranks)), -1))
         values = np.array(list(found.values()))
         return Rows([(0,)] * len(owners), owners, values, np.sqrt(np.mean(values * values, axis=1)))

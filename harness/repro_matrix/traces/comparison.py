@@ -79,9 +79,9 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
     cells: dict[str, dict[int, float]] = {}
     for pair, _ in steps_of(good, bad, noise):
         steps.append(pair.good.number)
-        wrong = {id(each) for each in _wrong(pair)}
+        wrong = set(_wrong(pair))
         for each in pair.differences:
-            if each.missing or (each.wrong and id(each) not in wrong):  # the answer passes it over
+            if each.missing or (each.wrong and each not in wrong):  # the answer passes it over
                 continue
             name = (
                 each.key.name if each.key.kind in ACTIVATIONS else each.key.name.rpartition(".")[0]
@@ -90,8 +90,8 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
                 each.stage if each.stage in ("loss weight", "clipping") else name, {}
             )
             row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
-    order = list(good.modules)
-    modules = sorted(cells, key=lambda name: order.index(name) if name in order else len(order))
+    order = {name: place for place, name in enumerate(good.modules)}
+    modules = sorted(cells, key=lambda name: order.get(name, len(order)))
     return {
         "steps": steps,
         "rows": [{"module": m, "cells": [cells[m].get(step) for step in steps]} for m in modules],
@@ -239,9 +239,15 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     ranks, micro = affected(pair.other, sources)
     last = [each for each in right if each.stage == first.stage] or right
     role = ROLES.get(first.key.kind, "gradient")
+    stage = first.stage
+    if stage == "initial weights" and "param" in pair.shown:
+        stage = "update"
+    if stage == "forward" and _draws_differ(pair, sources):
+        stage = "random draws"
+        relation = relation or "both sides draw random numbers here, and not the same ones"
     found = replace(
         found,
-        stage=first.stage,
+        stage=stage,
         ranks=ranks,
         micro=micro,
         place=first.name,
@@ -251,11 +257,6 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     )
     if first.stage == "update" and pair.no_step:
         return replace(found, place=OPTIMIZER, role="step")
-    if first.stage == "initial weights" and "param" in pair.shown:
-        found = replace(found, stage="update")
-    if first.stage == "forward" and _draws_differ(pair, sources):
-        relation = relation or "both sides draw random numbers here, and not the same ones"
-        found = replace(found, stage="random draws", relation=relation)
     if np.isfinite(first.size):
         off = first.sizes > first.tolerance
         found = replace(found, size=first.size, factor=proportion(first.good[off], first.bad[off]))
@@ -281,19 +282,19 @@ def _wrong(pair: Pair) -> list[Difference]:
         "clipping": received == 1 or bool(pair.no_step),
         "gradient before the optimizer": bool(pair.no_step),
     }
-    inner = [*_absorbed(pair), *_follow_from_an_edit(pair)]
+    inner = {*_absorbed(pair), *_follow_from_an_edit(pair)}
     every = [
         each
         for each in pair.differences
         if each.wrong
         and not harmless.get(each.stage)
-        and not any(each is other for other in inner)
+        and each not in inner
         and (not each.missing or _confirmed(pair, each))
     ]
     # A parameter that the optimizer does not have comes first: the rest may be reduced and clipped
     # without it.
-    first = {id(each) for each in every if each.stage == "update" and pair.left_out(each.key.name)}
-    return sorted(every, key=lambda each: (each.key.kind in LATE) * (1 if id(each) in first else 2))
+    first = {each for each in every if each.stage == "update" and pair.left_out(each.key.name)}
+    return sorted(every, key=lambda each: (each.key.kind in LATE) * (1 if each in first else 2))
 
 
 def _absorbed(pair: Pair) -> list[Difference]:
@@ -304,6 +305,8 @@ def _absorbed(pair: Pair) -> list[Difference]:
             outputs.setdefault(each.key.name, []).append(each)
     found: list[Difference] = []
     for each in pair.differences:
+        if not each.wrong or each.stage != "forward":
+            continue
         of_model = ROOT.match(each.key.name)  # None: of the first one
         root = of_model.group() if of_model else ""
         name = each.key.name[len(root) :]
@@ -311,14 +314,9 @@ def _absorbed(pair: Pair) -> list[Difference]:
         around = [
             outputs.get(root + ".".join(inside[:depth]), []) for depth in range(len(inside) + 1)
         ]
-        if (
-            each.wrong
-            and each.stage == "forward"
-            and any(
-                parts
-                and all(not part.wrong and part.size <= ABSORBED * each.size for part in parts)
-                for parts in around
-            )
+        if any(
+            parts and all(not part.wrong and part.size <= ABSORBED * each.size for part in parts)
+            for parts in around
         ):
             found.append(each)
     keys = {each.key[1:] for each in found if each.key.kind == "fwd"}
@@ -363,23 +361,15 @@ def _confirmed(pair: Pair, missing: Difference) -> bool:
 
 def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:
     """Return True if both sides draw random numbers in each forward pass, and not the same ones."""
-    good, other = (
-        [rank.random for _, rank in sorted(s.trace.ranks.items())] for s in (pair.good, pair.other)
-    )
-    if not all(len(set(map(str, side[0].values()))) == len(side[0]) > 1 for side in (good, other)):
+    good = pair.good.trace
+    other = pair.other.trace
+    if not (good.draws and other.draws):
         return False
-    number = pair.good.number
-    states = [
-        pair.other.trace.ranks[rank].random.get((number, micro))
-        for ranks, micro in owners
-        for rank in ranks
-    ]
-    same_state = all(
-        state == good[0].get((number, micro)) for state, (_, micro) in zip(states, owners)
-    )
-    return not same_state or set(map(tuple, pair.good.ids.values())) != set(
-        map(tuple, pair.other.ids.values())
-    )
+    calls = [(pair.good.number, micro) for _, micro in owners]
+    ours = [good.first.random.get(call) for call in calls]
+    theirs = [other.ranks[ranks[0]].random.get(call) for (ranks, _), call in zip(owners, calls)]
+    samples, others = (set(map(tuple, step.ids.values())) for step in (pair.good, pair.other))
+    return ours != theirs or samples != others
 
 
 def _stopped(good: Trace, bad: Trace) -> Location | None:

@@ -31,7 +31,7 @@ def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] =
     module = found.place.partition(",")[0]
     split = any("TP" in wrapper for trace in (good, bad) for wrapper in trace.wrappers)
     if found.stage == "random draws" or (
-        found.stage == "forward" and split and _draws(good) and _draws(bad)
+        found.stage == "forward" and split and good.draws and bad.draws
     ):
         return (
             "it draws random numbers (dropout), which depend on ranks and micro-batches. Set the"
@@ -53,12 +53,6 @@ def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] =
             next(pair for pair, _ in steps_of(good, bad, noise) if pair.good.number == found.step)
         )
     return ""
-
-
-def _draws(trace: Trace) -> bool:
-    """Return whether the state of the random numbers is another at each forward pass."""
-    states = [str(state) for state in trace.ranks[min(trace.ranks)].random.values()]
-    return len(set(states)) == len(states) > 1
 
 
 def _batch_norm(found: Location, place: str, good: Trace, bad: Trace) -> str:

@@ -119,7 +119,7 @@ class Location:
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
             steps = counted(self.coverage.steps, "step")
-            (few, updates) = self.coverage.seldom
+            few, updates = self.coverage.seldom
             steps += (
                 f", of which {updates or 'none'} updated {counted(few, 'parameter')}" if few else ""
             )

@@ -6,11 +6,10 @@ Pure: it reads no clock, file or network.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -61,19 +60,12 @@ ALIKE = 1e-5  # rounding, for tensors that few operations made
 COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad", "ograd")  # a gradient that is not there
 
 
-class OtherRows(NamedTuple):
-    """Hold the rows of the other side, and where each comes from."""
-
-    values: Array
-    owners: Sequence[Owner]
-
-
 # torch sums hundreds of thousands of squares for a norm in float32, in an order that depends on the
 # sharding: 1e-5 of it, which noise in the weights does not show.
 SUM_OF_SQUARES = 16.0
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no single truth value
 class Difference:
     """Hold by how much one tensor differs: a relative size per row.
 
@@ -205,15 +197,11 @@ class Pair:
 
         The ranks get the same ones, although they did not have them before.
         """
-        rows = {
-            kind: [each.bad for each in self.differences if each.key.kind == kind]
+        unlike, unlike_later = (
+            [np.ptp(each.bad, axis=0).any() for each in self.differences if each.key.kind == kind]
             for kind in ("rgrad", "ograd")
-        }
-        alike = {
-            kind: not any(np.ptp(each, axis=0).any() for each in values)
-            for kind, values in rows.items()
-        }
-        return alike["ograd"] and bool(rows["ograd"]) and not alike["rgrad"]
+        )
+        return any(unlike) and bool(unlike_later) and not any(unlike_later)
 
     @property
     def low(self) -> bool:
@@ -248,18 +236,23 @@ class Pair:
                 each.tolerance = tolerance(each.rounding, each.dtype, self.low, each.floor)
 
     def add(
-        self, stage: Stage, key: Key, rows: Rows, other: OtherRows, floor: float = 1.0
+        self,
+        stage: Stage,
+        key: Key,
+        rows: Rows,
+        bad: Array,
+        owners: Sequence[Owner],
+        floor: float = 1.0,
     ) -> Difference | None:
-        """Record by how much rows differ, relative to the good side's norms."""
+        """Record by how much the bad side's values differ, relative to the good side's norms."""
         good = rows.values
-        bad = other.values
         keep = np.isfinite(good).all(axis=1) | np.isfinite(bad).all(axis=1)
         if not keep.all():
             self.not_numbers.append(key)
         if not keep.any():
             return None
         sizes = differences(good, bad, rows.norms)[keep]
-        owners = list(compress(other.owners, keep))
+        owners = list(compress(owners, keep))
         usual = self.good.coarsest if stage == "clipping" else "float32"
         floor = max(floor, SUM_OF_SQUARES) if stage == "clipping" else floor
         dtype = rows.dtype or self.good.parameters.get(key.name, (usual,))[0]
@@ -267,8 +260,8 @@ class Pair:
         self.differences.append(found)
         return found
 
-    def _match(self, key: Key) -> tuple[Rows, Rows] | None:
-        """Return the rows of both sides that belong together; None where nothing does."""
+    def _match(self, key: Key) -> tuple[Rows, Rows]:
+        """Return the rows of both sides that belong together."""
         good = self.good.rows(key)
         other = self.other.rows(key)
         if good.shape != other.shape:
@@ -279,7 +272,7 @@ class Pair:
                 or not _is_slice(other.shape, good.shape, size)
             ):
                 self.shapes_differ.append(key)
-                return None
+                return NOTHING, NOTHING
             good = good.norms_of(self.good.group_of)
             other = other.norms_of(self.other.group_of)
         if key.kind == "lgrad" and set(good.ids) != set(
@@ -290,28 +283,19 @@ class Pair:
         pairs = paired(good, other)
         if not pairs and key.kind in ACTIVATIONS and _same_for_all(good, other):
             pairs = [(0, row) for row in range(len(other.ids))]
-        return (
-            (good.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs))
-            if pairs
-            else None
-        )
+        return good.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs)
 
     def _compare(self, stage: Stage, key: Key) -> None:
-        shown = self.other.has(key) and not (
-            key.kind == "lgrad" and not self.other.trains(key.name)
-        )
+        shown = self.other.has(key) and (key.kind != "lgrad" or self.other.trains(key.name))
         if stage == "saved" and self._unlike_file(key, shown):
             everyone = (tuple(self.other.trace.ranks), -1)
             one = Rows([(0,)], [everyone], np.ones((1, 2)), np.ones(1))
-            self.add(stage, key, one, OtherRows(np.zeros((1, 2)), [everyone]))
+            self.add(stage, key, one, np.zeros((1, 2)), [everyone])
             return
-        rows, other = (self._match(key) if shown else None) or (NOTHING, NOTHING)
-        lacking, owners = (
-            self._lacking(key, other, shown) if key.kind in COUNTS_AS_ZERO else (NOTHING, [])
-        )
+        rows, other = self._match(key) if shown else (NOTHING, NOTHING)
+        lacking, owners = self._lacking(key, other, shown)
         if owners:
-            zeros = OtherRows(np.zeros_like(lacking.values), owners)
-            if found := self.add(stage, key, lacking, zeros):
+            if found := self.add(stage, key, lacking, np.zeros_like(lacking.values), owners):
                 found.missing = True
         elif not shown:
             self.not_aligned.append(key)
@@ -330,7 +314,7 @@ class Pair:
             values = values / (self.common_weight * self.expected_weight)
         before = key._replace(kind="state")
         if key.kind == "param" and before in self.good.events and before in self.other.events:
-            old, new = self._match(before) or (NOTHING, NOTHING)
+            old, new = self._match(before)
             if len(old.ids) == len(rows.ids):
                 values = values - new.values
                 changes = rows.values - old.values
@@ -342,8 +326,8 @@ class Pair:
                 dtype = self.good.parameters.get(key.name, ("",))[0]
                 norms = np.where(norms > epsilon(dtype) * rows.norms, norms, rows.norms)
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))
-                rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
-        self.add(stage, key, rows, OtherRows(values, other.owners), floor)
+                rows = replace(rows, values=changes, norms=norms)
+        self.add(stage, key, rows, values, other.owners, floor)
 
     def _unlike_file(self, key: Key, shown: bool) -> bool:
         """Return whether the other side's file does not have a tensor, or in another shape."""
@@ -353,10 +337,11 @@ class Pair:
 
     def _lacking(self, key: Key, arrived: Rows, shown: bool) -> tuple[Rows, list[Owner]]:
         """Return the rows of a gradient that the other side should have and does not, and where."""
+        expected = key.kind in COUNTS_AS_ZERO and key.kind in self.other.kinds | self.shown
+        if self.other.stopped or not expected:
+            return NOTHING, []
         rows = self.good.rows(key)
         owners = dict[Hashable, Owner]()
-        if self.other.stopped or key.kind not in self.other.kinds | self.shown:
-            return NOTHING, []
         if key.kind == "bwd" and (forward := key._replace(kind="fwd")) in self.other.events:
             outputs = self.other.rows(forward)
             owners = dict(zip(outputs.ids, outputs.owners))
@@ -383,10 +368,9 @@ class Pair:
         for key in keys:
             if len(self.weights) >= sum(map(len, self.other.ids.values())):
                 break
-            good, other = (self._match(key) if key in self.other.events else None) or (
-                NOTHING,
-                NOTHING,
-            )
+            if key not in self.other.events:
+                continue
+            good, other = self._match(key)
             for row, (sample, (ranks, micro)) in enumerate(zip(other.ids, other.owners)):
                 scale, rest = factor(good.values[row], other.values[row])
                 whole = sample in self.other.samples and good.values.shape[1] > 1
@@ -410,7 +394,7 @@ class Pair:
             # If the direction changed too, the gradient differs and not its weight.
             weights[np.abs(weights[:, 0] - 1) < 10 * np.array(rests)] = 1.0
             ones = Rows([], [], np.ones_like(weights), np.ones(len(weights)))
-            self.add("loss weight", Key("loss", "loss"), ones, OtherRows(weights, owners))
+            self.add("loss weight", Key("loss", "loss"), ones, weights, owners)
 
     def _compare_factors(self) -> None:
         """Compare by which factors gradients were clipped, whatever the norms say."""
@@ -419,9 +403,7 @@ class Pair:
         if factors and others:
             values = np.repeat(factors.values[:1], len(others.values), axis=0)
             rows = Rows([], [], values, np.abs(values[:, 0]))
-            self.add(
-                "clipping", Key("clip", "factor"), rows, OtherRows(others.values, others.owners)
-            )
+            self.add("clipping", Key("clip", "factor"), rows, others.values, others.owners)
 
 
 def _is_slice(part: Sequence[str], whole: Sequence[str], size: int) -> bool:

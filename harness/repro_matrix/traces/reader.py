@@ -60,7 +60,8 @@ class RankTrace:
                     self.end = event["reason"]
                 else:
                     self.events.setdefault(event["s"], []).append(event)
-                    self.complete |= {event["s"]} if kind == "step" else set()
+                    if kind == "step":
+                        self.complete.add(event["s"])
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,16 @@ class Trace:
     @property
     def world(self) -> int:
         return max((each.start["world"] for each in self.ranks.values()), default=0)
+
+    @property
+    def first(self) -> RankTrace:
+        return self.ranks[min(self.ranks)]
+
+    @property
+    def draws(self) -> bool:
+        """Return whether the state of the random numbers is another at each forward pass."""
+        states = set(map(str, self.first.random.values()))
+        return len(states) == len(self.first.random) > 1
 
     @property
     def steps(self) -> list[int]:
@@ -151,7 +162,8 @@ class Trace:
     def events(self, step: int) -> Iterator[tuple[int, Event]]:
         """Yield rank and event, in the order in which each rank wrote them."""
         for rank, each in sorted(self.ranks.items()):
-            yield from ((rank, event) for event in each.events.get(step, ()))
+            for event in each.events.get(step, ()):
+                yield rank, event
 
 
 def read_trace(folder: Path, side: str = "") -> Trace:

@@ -127,15 +127,16 @@ def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, A
 
     ``code``: a negative one is a signal; None: it still runs, or unknown.
     """
-    killed_by = None if code is None or code >= 0 else -code
+    killed_by = None
+    if code is not None and code < 0:
+        names = {-each: each.name for each in signal.Signals}
+        killed_by = names.get(code, f"SIG{-code}")
+        code = None
     return {
         "rank": rank,
         "pid": pid,
-        "exit_code": code if killed_by is None else None,
-        "signal": (
-            killed_by
-            and next((each.name for each in signal.Signals if each == killed_by), f"SIG{killed_by}")
-        ),
+        "exit_code": code,
+        "signal": killed_by,
         "terminated_by": "launcher" if by_launcher else "self",
     }
 
@@ -265,7 +266,7 @@ def launch(
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         # Choose it now: during the imports, which take seconds, another process might take it.
-        port = answer["port"] = answer["port"] or spec["port"] or free_port()
+        port = answer["port"] = answer["port"] or spec.get("port") or free_port()
         config = LaunchConfig(
             **options(port),
             role="default",  # as torchrun names it
@@ -283,13 +284,9 @@ def launch(
     except (
         Exception
     ) as error:  # whatever torchrun's code raises is an error of the launch, not of a rank
-        kind = (
-            "port"
-            if PORT_TAKEN.search(f"{error} {error.__cause__}")
-            else "import"
-            if isinstance(error, ImportError)
-            else "launch"
-        )
+        kind = "import" if isinstance(error, ImportError) else "launch"
+        if PORT_TAKEN.search(f"{error} {error.__cause__}"):
+            kind = "port"
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
     answer["ranks"] = rank_entries()
 
@@ -300,16 +297,16 @@ def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, An
     ``command_exit``: the exit code of a command that is itself the only rank.
     """
     entries = []
-    for claim in sorted(records.glob("claim-*"), key=lambda path: int(path.name.partition("-")[2])):
-        rank, pid = int(claim.name.partition("-")[2]), claim.read_text()
+    claims = {int(path.name.partition("-")[2]): path for path in records.glob("claim-*")}
+    for rank, claim in sorted(claims.items()):
+        pid = claim.read_text()
         end: dict[str, Any] = {"code": command_exit, "signalled": False}
         try:
             end = json.loads((records / f"exit-{pid}.json").read_text())
         except (OSError, ValueError):
             pass  # no launcher reports it
         code = end["code"]
-        # If nothing reports a rank's end, only the exception in its record counts.
-        unknown = code is None and command_exit is None
+        unknown = code is None  # only the exception in its record counts
         ended = code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) and end["signalled"]
         entries.append(
             rank_entry(rank, int(pid) if pid.isdigit() else None, code, unknown or ended)
@@ -321,19 +318,8 @@ def run_command(spec: dict[str, Any], answer_file: Path) -> None:
     """Run a user's own command and report the ranks that its processes recorded."""
     records, answer = Path(spec["record_dir"]), blank_answer()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    env = {**os.environ, **spec["env"]}
-    env.pop("REPRO_PARENT", None)
-    try:
-        process = subprocess.Popen(
-            spec["command"], env=env, cwd=spec["cwd"], stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        message = f"{spec['command'][0]}: {error.strerror}"
-        write(
-            answer_file,
-            {**answer, "error": {"kind": "launch", "message": message}, "finished": True},
-        )
-        return
+    os.environ.pop("REPRO_PARENT", None)
+    process = subprocess.Popen(spec["command"], cwd=spec["cwd"], stdin=subprocess.DEVNULL)
     announced = False
     while process.poll() is None:
         time.sleep(POLL_S)

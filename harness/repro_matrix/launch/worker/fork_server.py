@@ -223,9 +223,7 @@ class Supervisor:
                 return True
             for rank in self.ranks:
                 if rank["pid"] == pid:
-                    code = (
-                        -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-                    )
+                    code = os.waitstatus_to_exitcode(status)
                     rank.update(elastic.rank_entry(rank["rank"], pid, code, self.by_launcher))
 
     def _end_ranks(self) -> None:
@@ -368,9 +366,6 @@ def execute_script(script: str, arguments: list[str]) -> int:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
         return 1
     return 0
 

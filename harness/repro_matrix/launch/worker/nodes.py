@@ -52,6 +52,7 @@ class Agents:
 
     def __init__(self, spec: dict[str, Any], spec_file: Path) -> None:
         self.spec, self.folder = spec, spec_file.parent
+        self.answer_file = self.folder / "launch.json"
         self.count = spec["nodes"]["count"]
         # -E: without PYTHONPATH and the like of the node.
         own = [
@@ -75,11 +76,11 @@ class Agents:
         self._start()
         announced, failed_at, stopped_at = False, 0.0, 0.0
         while any(process.poll() is None for process in self.processes):
-            now, answers = time.monotonic(), self._answers()
-            if not announced and sum(map(_ranks, answers)) == self.spec["world_size"]:
+            now, merged = time.monotonic(), self._merged(self._answers())
+            if not announced and len(merged["ranks"]) == self.spec["world_size"]:
                 announced = True
-                self._write({**self._merged(answers), "finished": False})
-            failed_at = failed_at or (now if self._failed(answers) else 0.0)
+                elastic.write(self.answer_file, {**merged, "finished": False})
+            failed_at = failed_at or (now if self._failed(merged) else 0.0)
             late = failed_at and now - failed_at > GRACE_S
             stopped_at = stopped_at or (now if late or self.asked.is_set() else 0.0)
             if stopped_at and now - stopped_at > STOP_S:
@@ -94,7 +95,7 @@ class Agents:
             host = (answers[lost[0]].get("node") or {}).get("host", "its agent never started")
             text = f"node {lost[0]} ({host}) was lost: its torchrun agent ended before its ranks"
             answer["error"] = {"kind": "launcher_died", "message": text}
-        elastic.finish(self.folder / "launch.json", answer)
+        elastic.finish(self.answer_file, answer)
 
     def _start(self) -> None:
         env = {name: value for name, value in os.environ.items() if name != "REPRO_PARENT"}
@@ -112,9 +113,6 @@ class Agents:
             with contextlib.suppress(OSError):
                 (self.folder / "lease").write_text(f"{word} {self._beat}")
 
-    def _write(self, answer: dict[str, Any]) -> None:
-        elastic.write(self.folder / "launch.json", answer)
-
     def _answers(self) -> list[dict[str, Any]]:
         answers = []
         for number in range(self.count):
@@ -125,12 +123,11 @@ class Agents:
                 answers.append({})
         return answers
 
-    def _failed(self, answers: list[dict[str, Any]]) -> bool:
+    def _failed(self, merged: dict[str, Any]) -> bool:
         """Return whether a node cannot finish any more."""
-        entries = [entry for answer in answers for entry in answer.get("ranks", ())]
-        bad = any(entry["signal"] or entry["exit_code"] for entry in entries)
+        bad = any(entry["signal"] or entry["exit_code"] for entry in merged["ranks"])
         ended = any(process.poll() for process in self.processes)
-        return bad or ended or any(answer.get("error") for answer in answers)
+        return bad or ended or merged["error"] is not None
 
     def _merged(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return launch.json of all nodes. Process ids of other machines mean nothing here."""
@@ -146,10 +143,6 @@ class Agents:
         result["cpu_s"] = round(sum(answer.get("cpu_s", 0.0) for answer in answers), 3)
         result["finished"] = all(answer.get("finished") for answer in answers)
         return result
-
-
-def _ranks(answer: dict[str, Any]) -> int:
-    return len(answer.get("ranks", ()))
 
 
 # -- on a node

@@ -37,16 +37,6 @@ groups: set[int] = set()  # ranks of the process group at a step; 0: there was n
 errors: list[str] = []  # why gradients are unknown
 
 
-def watch(optimizers: Any) -> None:
-    """Watch the steps of all optimizers.
-
-    optimizers: the module torch.optim.optimizer. torch before 2.0 has no hook.
-    """
-    # for torch.compile(optimizer.step)
-    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
-    getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
-
-
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Remember an optimizer's parameters and sums of the gradients that it used.
 
@@ -140,8 +130,10 @@ def describe() -> dict[str, Any]:
     And of its gradient; or why there is none.
     """
     if not stepped:
-        where = "in the rank's own process; those that it spawns are not watched"
-        return {"missing": f"no optimizer of torch has stepped {where}"}
+        return {
+            "missing": "no optimizer of torch has stepped in the rank's own process; those that it"
+            " spawns are not watched"
+        }
     try:
         found = [_describe_parameter(index, *item) for index, item in enumerate(stepped.items())]
         found += [

@@ -42,16 +42,15 @@ class Epoch:
         names = [type(each).__name__ for each in samplers]
         self.fields = {
             "sampler": next((name for name in reversed(names) if name != "BatchSampler"), ""),
-            "batch_size": max(
-                (getattr(each, "batch_size", 0) or 0 for each in [loader, *samplers]), default=0
-            ),
+            "batch_size": max(getattr(each, "batch_size", 0) or 0 for each in [loader, *samplers]),
             "batches": length(loader),
             "length": length(getattr(loader, "dataset", None)),
             "subset": zlib.crc32(repr(self.subset).encode()) if self.subset else None,
             "workers": getattr(loader, "num_workers", 0) or 0,
-            "replacement": any(getattr(each, "replacement", False) for each in samplers),
-            "drop_last": any(getattr(each, "drop_last", False) for each in samplers),
-            "even_batches": any(getattr(each, "even_batches", False) for each in samplers),
+            **{
+                name: any(getattr(each, name, False) for each in samplers)
+                for name in ("replacement", "drop_last", "even_batches")
+            },
             "shard": next(
                 (
                     [each.num_replicas, each.rank]
@@ -96,16 +95,14 @@ class Epoch:
         if ended and len(self.intervals) > 1 and steps > max(self.intervals):
             self.trained = self.yielded
         drawn = [] if self.from_rank_0 else flat(self.drawn[self.skipped :][: self.trained])
+        indices = [self.subset[each] for each in drawn] if self.subset else drawn
         content = flat(self.content[: self.trained])
-        exact = bool(drawn)
         return {
             **self.fields,
-            "exact": exact,
+            "exact": bool(drawn),
             "steps": [min(self.intervals), max(self.intervals)],
             "finished": ended and self.trained == self.yielded,
-            "samples": (
-                [self.subset[each] if self.subset else each for each in drawn] if exact else content
-            ),
+            "samples": indices or content,
             "content": content,
         }
 
@@ -131,10 +128,6 @@ def nested(loader: Any) -> Iterator[Any]:
         each = getattr(each, "sampler", None) if inner is None else inner
         if each is not None:
             yield each
-
-
-def as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def length(value: Any) -> int | None:
@@ -271,27 +264,16 @@ def drawing_indices(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def _next_index(self: Any) -> Any:
         index = original(self)
         epoch = drawing or self.__dict__.get("_repro_epoch")
-        if (
-            epoch
-            and recorded <= LIMIT
-            and all(hasattr(each, "__index__") for each in as_list(index))
-        ):
-            epoch.drawn.append(list(map(operator.index, as_list(index))))
+        drawn = index if isinstance(index, (list, tuple)) else [index]
+        if epoch and recorded <= LIMIT and all(hasattr(each, "__index__") for each in drawn):
+            epoch.drawn.append(list(map(operator.index, drawn)))
         return index
 
     return _next_index
 
 
-def watch_steps(optimizers: Any) -> None:
-    """Mark what was trained on.
-
-    optimizers: the module torch.optim.optimizer. torch before 2.0 has no such hook.
-    """
-    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
-    getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
-
-
 def on_step(*_: Any) -> None:
+    """Mark the batches before an optimizer's step as trained on."""
     global steps
     if last is not None:
         last.is_last = True

@@ -88,6 +88,18 @@ class Finder:
         return spec
 
 
+def watch_steps(optimizers: Any, watchers: dict[str, Any]) -> None:
+    """Tell the watchers of each optimizer's steps.
+
+    optimizers: the module torch.optim.optimizer. torch before 2.0 has no such hook.
+    """
+    # for torch.compile(optimizer.step)
+    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
+    register = getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)
+    for watcher in watchers.values():
+        register(no_compile(watcher.on_step))
+
+
 def start_trace(rank: int, world_size: int, tracers: list[Any]) -> None:
     try:
         tracers.append(load(WORKERS, "tracer"))
@@ -126,16 +138,15 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     record.data["phase"] = "script"
     record.capture.install(every=False)
     checks = os.environ.get("REPRO_CHECKS", "").split(",")
-    parameters = (
-        load(WORKERS, "parameters") if {"replicas", "finite"}.intersection(checks) else None
-    )
-    if parameters:
-        Finder("torch.optim.optimizer", parameters.watch)
-    samples = load(WORKERS, "samples") if "data" in checks else None
-    if samples:
+    watchers: dict[str, Any] = {}  # fact -> the module that describes it
+    if {"replicas", "finite"}.intersection(checks):
+        watchers["parameters"] = load(WORKERS, "parameters")
+    if "data" in checks:
+        samples = watchers["samples"] = load(WORKERS, "samples")
         Finder("torch.utils.data.dataloader", samples.install)
         Finder("accelerate.data_loader", samples.install_accelerate)
-        Finder("torch.optim.optimizer", samples.watch_steps)
+    if watchers:
+        Finder("torch.optim.optimizer", lambda module: watch_steps(module, watchers))
     tracers: list[Any] = []
     if os.environ.get("REPRO_TRACE"):
         if "torch" in sys.modules:  # forked from a process that has imported it (fork_server.py)
@@ -147,10 +158,8 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         if os.getpid() == rank_pid:
             for tracer in tracers:
                 tracer.close("exception" if record.data["exception"] else "exit")
-            if parameters:
-                record.data["facts"]["parameters"] = parameters.describe()
-            if samples:
-                record.data["facts"]["samples"] = samples.describe()
+            for fact, watcher in watchers.items():
+                record.data["facts"][fact] = watcher.describe()
             record.data["ended"] = record.data["ended"] or time.time()
             record.data["finished"] = True
             record.write()

@@ -8,12 +8,12 @@ Standard library and torch; Python 3.9, torch 2.2 and later. Import after torch.
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Optional
+from typing import Any
 
 from . import hooks
 from .events import Tracer
 
-place: Dict[str, Any] = {}
+place: dict[str, Any] = {}
 
 
 def install(folder: str, rank: int, world: int) -> None:
@@ -24,7 +24,7 @@ def install(folder: str, rank: int, world: int) -> None:
     side("")
 
 
-def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) -> None:
+def side(name: str, noise: int | None = None, world: int | None = None) -> None:
     """Continue in the file of another side, at step 0.
 
     Two models are trained in one process. ``noise``: the seed of its rounding noise; without a name
@@ -42,7 +42,7 @@ def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) ->
         "side": name,
     }
     hooks.tracer = Tracer(
-        path, start, noise, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3
+        path, start, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3
     )
     hooks.set_hooks()
 
@@ -57,6 +57,6 @@ def forget() -> None:
     hooks.tracer = None
 
 
-def _integer(name: str) -> Optional[int]:
+def _integer(name: str) -> int | None:
     value = os.environ.get(name, "")
     return int(value) if value.lstrip("-").isdigit() else None

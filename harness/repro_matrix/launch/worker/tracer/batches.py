@@ -6,7 +6,7 @@ They are known by a checksum, so that ranks and micro-batches compare.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from .sketch import crc, sketch
 DEPTH = 4  # of nested lists and mappings
 
 
-def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[Tuple[str, torch.Tensor]]:
+def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested sequences, mappings and outputs of models, with their names."""
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -38,7 +38,7 @@ def floating(value: Any) -> Iterator[torch.Tensor]:
             yield each
 
 
-def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
+def pick(found: dict[str, torch.Tensor], *names: str) -> torch.Tensor | None:
     return next((each for name, each in found.items() if name.rpartition(".")[2] in names), None)
 
 
@@ -49,15 +49,15 @@ class RootBatch:
     length: elements of a sample that models may merge with the first dimension.
     """
 
-    samples: List[int] = dataclasses.field(default_factory=list)
-    labels: List[int] = dataclasses.field(default_factory=list)
+    samples: list[int] = dataclasses.field(default_factory=list)
+    labels: list[int] = dataclasses.field(default_factory=list)
     length: int = 0
 
     @staticmethod
     def of_call(
         args: Sequence[Any],
-        kwargs: Dict[str, Any],
-        maker: Callable[[torch.Tensor], Optional[RootBatch]],
+        kwargs: dict[str, Any],
+        maker: Callable[[torch.Tensor], RootBatch | None],
     ) -> RootBatch:
         """Find the samples of a call.
 
@@ -90,12 +90,12 @@ class RootBatch:
             samples = [crc(row[own]) for row, own in zip(ids, mask)]
         else:
             samples = [crc(row) for row in ids]
-        marks: List[int] = []
+        marks: list[int] = []
         if labels is not None and labels.dim() and labels.shape[0] == len(samples):
             marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
         return RootBatch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
-    def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
+    def rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return a sketch per sample and the line's fields.
 
         One sketch for a tensor that is not split into samples.

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import time
-from typing import Dict
 
 WAIT_S = 60.0  # for the other ranks
 # Packages, also those put on top of a stack; and what a package writes for itself at each start
@@ -47,7 +46,7 @@ def ended(folder: str, rank: int) -> bool:
         return False
 
 
-def source_files() -> Dict[str, str]:
+def source_files() -> dict[str, str]:
     """Return the files of the script's own modules, each with a hash.
 
     No file of an installed package.

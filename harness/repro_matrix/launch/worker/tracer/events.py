@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from operator import methodcaller
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -43,7 +43,7 @@ def guarded(method: Callable) -> Callable:
     return call
 
 
-def key_of(tensor: torch.Tensor) -> Tuple[int, int]:
+def key_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return what a tensor shares with itself detached or reshaped.
 
     A key is not used again as long as there is a StorageWeakRef.
@@ -68,61 +68,58 @@ def random_state() -> int:
 
 
 class Tracer:
-    def __init__(
-        self, path: str, start: Dict[str, Any], noise: Optional[int], first: int, steps: int
-    ) -> None:
+    def __init__(self, path: str, start: dict[str, Any], first: int, steps: int) -> None:
         self.writer = Writer(path)
-        self.noise = None if noise is None else Noise(noise)
-        self.rank, self.world, self.first, self.stop = (
-            start["rank"],
-            start["world"],
-            first,
-            first + steps,
-        )
-        self.step, self.micro, self.backward_micro, self.quiet_calls, self.root = 0, -1, -1, 0, 0
-        self.open, self.recording, self.stepped = True, first == 0, False
-        self.reduced = False  # the gradients of this step are recorded
-        self.zero, self.engine = (
-            False,
-            None,
-        )  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
-        self.optimizers: Dict[int, int] = {}  # those with parameters that no model has -> number
-        self.schedules: Dict[int, int] = {}  # optimizer -> steps of its scheduler
-        self.saved: Dict[str, int] = {}  # files of this step -> how often they were saved before
-        self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
+        self.noise = None if start["noise"] is None else Noise(start["noise"])
+        self.rank, self.world = start["rank"], start["world"]
+        self.first, self.stop = first, first + steps
+        self.step, self.root, self.backward_micro = 0, 0, -1
+        self._begin_step()
+        self.open, self.recording = True, first == 0
+        self.zero = False  # a model is of DeepSpeed's ZeRO
+        self.engine: Any = None  # of DeepSpeed, that steps: its optimizer holds flat tensors
+        self.optimizers: dict[int, int] = {}  # those with parameters that no model has -> number
+        self.schedules: dict[int, int] = {}  # optimizer -> steps of its scheduler
+        self.hooked: dict[int, Any] = {}  # parameters whose gradients are seen
         self.grad = True  # gradients were enabled in the last root call
         self.forget()
         self.writer.add("start", **start)
         self.writer.flush()
 
+    def _begin_step(self) -> None:
+        self.micro, self.quiet_calls = -1, 0
+        self.stepped = False
+        self.reduced = False  # the gradients of this step are recorded
+        self.saved: dict[str, int] = {}  # files of this step -> how often they were saved before
+
     def forget(self) -> None:
         """Forget the script's models and tensors."""
-        self.roots: Dict[torch.nn.Module, int] = {}
+        self.roots: dict[torch.nn.Module, int] = {}
         # module -> number of its root, name
-        self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}
-        self.parameters: Dict[str, layout.Parameter] = {}
+        self.places: dict[torch.nn.Module, tuple[int, str]] = {}
+        self.parameters: dict[str, layout.Parameter] = {}
         # module -> its attributes and their parameters
-        self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}
+        self.owned: dict[torch.nn.Module, list[tuple[str, str]]] = {}
         # gradients of this backward
-        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}
+        self.local: dict[str, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
         # Outputs of this step's root calls, and of the one before: a generator's serve its own
         # optimizer's step, too.
-        self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, RootBatch]] = {}
+        self.made: dict[tuple[int, int], tuple[StorageWeakRef, RootBatch]] = {}
         self.earlier = self.made
-        self.sources: Set[int] = set()  # roots that got samples which no model made
+        self.sources: set[int] = set()  # roots that got samples which no model made
         self._begin_batch(RootBatch())
 
     def _begin_batch(self, batch: RootBatch) -> None:
         self.batch = batch
-        self.calls: Dict[str, int] = {}
-        self.recalls: Dict[str, int] = {}
-        self.known: Dict[int, Tuple[Any, int]] = {}  # tensors that are recorded, in their version
+        self.calls: dict[str, int] = {}
+        self.recalls: dict[str, int] = {}
+        self.known: dict[int, tuple[Any, int]] = {}  # tensors that are recorded, in their version
 
     def add(
         self,
         kind: str,
-        values: Optional[torch.Tensor] = None,
-        micro: Optional[int] = None,
+        values: torch.Tensor | None = None,
+        micro: int | None = None,
         /,
         **fields: Any,
     ) -> None:
@@ -152,7 +149,7 @@ class Tracer:
         self.open = False
         try:
             if reason == "exit" and not self.stepped and not self.step and self.micro >= 0:
-                self.end_step()  # a script without an optimizer of torch is one step
+                self.end_step(self.parameters)  # a script without an optimizer of torch is one step
             self.writer.add("files", files=source_files())
             self.writer.add(
                 "end", steps=max(0, self.step - self.first + self.stepped), reason=reason
@@ -167,7 +164,7 @@ class Tracer:
 
     @guarded
     def begin_root(
-        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], grad: bool
     ) -> bool:
         """Begin a micro-batch, unless the module is a loss function: that has no parameters.
 
@@ -177,14 +174,8 @@ class Tracer:
         if next(module.parameters(), None) is None or "ParametrizationList" in kinds:
             return False
         if self.stepped:
-            self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = (
-                self.step + 1,
-                -1,
-                0,
-                False,
-                False,
-            )
-            self.saved = {}
+            self.step += 1
+            self._begin_step()
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
@@ -213,7 +204,7 @@ class Tracer:
         self.add("random", v=random_state())
         return True
 
-    def _maker(self, root: int, features: torch.Tensor) -> Optional[RootBatch]:
+    def _maker(self, root: int, features: torch.Tensor) -> RootBatch | None:
         """Return the batch of the call in which a model made the features of this root, or None.
 
         They are its output, or autograd knows that they were computed. Without gradients nothing
@@ -259,17 +250,27 @@ class Tracer:
             each.name = prefixed(root, each.name)
         for each, name in names.items():
             self.places.setdefault(each, (root, name))
+        self._add_model(root, names, found, layout.strategy(module, found, chain))
+        return root
+
+    def _add_model(
+        self,
+        root: int,
+        names: dict[torch.nn.Module, str],
+        found: list[layout.Parameter],
+        strategy: dict[str, Any],
+    ) -> None:
+        """Record a model, and trace its parameters from now on."""
         self.add(
             "model",
             root=root,
             names=[[name, type(each).__name__] for each, name in names.items()],
             parameters=[each.line() for each in found],
-            strategy=layout.strategy(module, found, chain),
+            strategy=strategy,
         )
         for each in found:
             self._add_parameter(each)
         self._add_values("before", [each.name for each in found], names)
-        return root
 
     def _add_parameter(self, parameter: layout.Parameter) -> None:
         name = parameter.name
@@ -285,15 +286,12 @@ class Tracer:
     def _add_parts(
         self,
         kind: str,
-        part_of: Callable[[layout.Parameter], Optional[layout.Part]],
-        names: Optional[Iterable[str]] = None,
-        micro: Optional[int] = None,
+        names: Iterable[str],
+        part_of: Callable[[layout.Parameter], layout.Part | None],
+        micro: int | None = None,
     ) -> None:
-        """Record this rank's part of a tensor of each trained parameter.
-
-        names: which, if not all.
-        """
-        for name in (self.parameters if names is None else names) if self.recording else ():
+        """Record this rank's part of a tensor of each of these parameters that is trained."""
+        for name in names if self.recording else ():
             parameter = self.parameters[name]
             part = part_of(parameter) if parameter.trained or kind == "state" else None
             if part is not None:
@@ -310,32 +308,29 @@ class Tracer:
         self, when: str, names: Iterable[str], modules: Iterable[torch.nn.Module]
     ) -> None:
         """Record parameters and buffers before a step, or after it."""
-        self._add_parts("state" if when == "before" else "param", methodcaller("value"), names)
+        self._add_parts("state" if when == "before" else "param", names, methodcaller("value"))
         for module in modules:
             root, name = self.places[module]
             for attribute, tensor in module._buffers.items():
                 if tensor is not None and tensor.device.type != "meta":
-                    full, part = (
-                        prefixed(root, layout.joined(name, attribute)),
-                        layout.located(tensor),
-                    )
+                    part = layout.located(tensor)
                     self.add(
                         "buffer",
                         part.sketch(),
                         w=when,
-                        n=full,
+                        n=prefixed(root, layout.joined(name, attribute)),
                         **part.fields(),
                         shape=list(tensor.shape),
                     )
 
     # Forward and backward of modules.
 
-    def name_of(self, module: torch.nn.Module) -> Optional[str]:
+    def name_of(self, module: torch.nn.Module) -> str | None:
         return self.places.get(module, (0, None))[1]
 
     @guarded
     def on_inputs(
-        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         """Record inputs that are no recorded output: functional code made them."""
         name = self.name_of(module)
@@ -404,7 +399,7 @@ class Tracer:
             self.add("bwd", values, micro, n=name, i=call, t=number, **fields)
 
     @guarded
-    def on_parameter_gradient(self, name: str, gradient: torch.Tensor) -> Optional[torch.Tensor]:
+    def on_parameter_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         if self.recording:
             part = layout.located(gradient)
             fields = {
@@ -429,7 +424,7 @@ class Tracer:
         self._add_local_gradients(micro)
         self.reduced = True
         if not self.zero:
-            self._add_parts("rgrad", methodcaller("gradient"), micro=micro)
+            self._add_parts("rgrad", self.parameters, methodcaller("gradient"), micro)
         self.backward_micro = -1
 
     def _add_local_gradients(self, micro: int) -> None:
@@ -483,7 +478,7 @@ class Tracer:
         value = norm if part is None else float(part.local)
         self.add("clip", norm=value, **({} if part is None else part.fields()))
 
-    def _stepped_names(self, optimizer: Any) -> List[str]:
+    def _stepped_names(self, optimizer: Any) -> list[str]:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         return [name for name, each in self.parameters.items() if id(each.held) in held]
 
@@ -501,19 +496,14 @@ class Tracer:
                 plain = list(tensor.shape), layout.dtype_name(tensor), tensor.requires_grad, tensor
                 found.append(layout.Parameter(f"optimizer{number or ''}.{place}", *plain, []))
         if found:
-            self.add(
-                "model", root=0, names=[], parameters=[each.line() for each in found], strategy={}
-            )
-            for each in found:
-                self._add_parameter(each)
-            self._add_values("before", [each.name for each in found], ())
+            self._add_model(0, {}, found, {})
 
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
         """Record the settings and the state of an optimizer's groups.
 
         names: of each group's parameters, which tell the groups of several optimizers apart.
         """
-        names: Dict[int, List[str]] = {}
+        names: dict[int, list[str]] = {}
         for name, each in self.parameters.items():
             names.setdefault(id(each.held), []).append(name)
         self.add(
@@ -529,11 +519,12 @@ class Tracer:
             return
         self.before_clip()
         if self.engine is not None:
-            self._add_parts("ograd", methodcaller("received", self.engine.optimizer, optimizer))
+            received = methodcaller("received", self.engine.optimizer, optimizer)
+            self._add_parts("ograd", self.parameters, received)
             return
         self._register_rest(optimizer)
         self._add_settings(optimizer, optimizer.param_groups)
-        self._add_parts("ograd", methodcaller("gradient"), self._stepped_names(optimizer))
+        self._add_parts("ograd", self._stepped_names(optimizer), methodcaller("gradient"))
 
     @guarded
     def after_step(self, optimizer: Any) -> None:
@@ -543,7 +534,7 @@ class Tracer:
     @guarded
     def before_engine_step(self, engine: Any) -> None:
         self.engine = engine
-        self._add_parts("rgrad", methodcaller("gradient"))
+        self._add_parts("rgrad", self.parameters, methodcaller("gradient"))
         self._add_settings(
             engine.basic_optimizer or engine.optimizer, engine.optimizer.param_groups
         )
@@ -554,18 +545,14 @@ class Tracer:
         norm = engine.get_global_grad_norm()
         if norm is not None:
             self.on_clip(norm)
-        self.end_step()
+        self.end_step(self.parameters)
 
-    def end_step(self, names: Optional[Sequence[str]] = None) -> None:
-        """Record the parameters after the step, and that it is complete.
+    def end_step(self, names: Iterable[str]) -> None:
+        """Record these parameters after the step, and that it is complete.
 
         A second optimizer's step is part of it.
         """
-        self._add_values(
-            "after",
-            self.parameters if names is None else names,
-            () if self.stepped else self.places,
-        )
+        self._add_values("after", names, () if self.stepped else self.places)
         if not self.stepped:
             self.add("step")
             self.stepped = True
@@ -584,7 +571,7 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def settings(group: Dict[str, Any]) -> Dict[str, Any]:
+def settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the plain settings of a group of an optimizer's parameters."""
     plain = {
         name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
@@ -598,9 +585,9 @@ def settings(group: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
-def state_of(optimizer: Any, group: Dict[str, Any]) -> str:
+def state_of(optimizer: Any, group: dict[str, Any]) -> str:
     """Return the dtypes of what an optimizer keeps for a group's parameters, and its step."""
-    found: Set[str] = set()
+    found: set[str] = set()
     for name, each in (
         item for held in group["params"] for item in optimizer.state.get(held, {}).items()
     ):

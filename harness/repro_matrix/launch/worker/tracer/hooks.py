@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from types import FrameType
-from typing import Any, Callable, Optional, Set, Tuple
+from typing import Any, Callable
 
 import torch
 from torch.optim.optimizer import (
@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 
 from .events import Tracer, recomputing
 
-tracer: Optional[Tracer] = None
-patched: Set[Tuple[Any, str]] = set()  # owner, attribute
+tracer: Tracer | None = None
+patched: set[tuple[Any, str]] = set()  # owner, attribute
 depth = 0
 
 
@@ -128,7 +128,7 @@ def after_step(optimizer: Any, *_: Any) -> None:
 
 def making_states() -> bool:
     """Return True in a step by which torch.distributed.checkpoint only makes states."""
-    frame: Optional[FrameType] = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame is not None

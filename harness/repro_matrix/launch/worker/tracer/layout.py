@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import torch
 
@@ -28,10 +28,10 @@ LABELS = {
 }
 INNER = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 # a module, and the attribute that is the parameter during its forward
-Owner = Tuple[torch.nn.Module, str]
+Owner = tuple[torch.nn.Module, str]
 
 
-def type_names(value: Any) -> List[str]:
+def type_names(value: Any) -> list[str]:
     return [each.__name__ for each in type(value).__mro__]
 
 
@@ -59,12 +59,12 @@ def joined(name: str, last: str) -> str:
     return f"{name}.{last}" if name else last
 
 
-def named_modules(root: torch.nn.Module) -> Dict[torch.nn.Module, str]:
+def named_modules(root: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """Return the name of each module as the script gave it.
 
     A module with two names has the first.
     """
-    names: Dict[torch.nn.Module, str] = {}
+    names: dict[torch.nn.Module, str] = {}
 
     def walk(module: torch.nn.Module, name: str) -> None:
         module = unwrapped(module)
@@ -85,14 +85,14 @@ class Part:
     local: torch.Tensor
     kind: str = "full"  # "full", "shard", "partial"
     start: int = 0
-    index: Optional[torch.Tensor] = None
+    index: torch.Tensor | None = None
     copies: int = 1  # ranks that have this very slice
 
     def sketch(self) -> torch.Tensor:
         rows = self.local.detach().reshape(1, -1)
         return sketch(rows, self.start, self.index)[0]
 
-    def fields(self) -> Dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return {"p": self.kind, **({"c": self.copies} if self.copies > 1 else {})}
 
 
@@ -127,9 +127,7 @@ def located(tensor: torch.Tensor, sample: bool = False) -> Part:
     copies = 1
     for each, size in zip(kinds, tensor.device_mesh.shape):
         copies *= size if each == "full" and kind != "full" else 1
-    if "shard" not in kinds:
-        return Part(local, kind, copies=copies)
-    index = _indices(tensor, local, 1 if sample else 0)
+    index = _indices(tensor, local, 1 if sample else 0) if "shard" in kinds else None
     return Part(local, kind, index=index, copies=copies)
 
 
@@ -163,14 +161,14 @@ class Parameter:
     """A parameter of the script's model on this rank."""
 
     name: str
-    shape: List[int]
+    shape: list[int]
     dtype: str
     trained: bool
     held: torch.Tensor  # what the optimizer steps on
-    owners: List[Owner]
+    owners: list[Owner]
     flat = False  # held is a slice of a flat parameter, or the flat parameter itself
 
-    def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
+    def part(self, tensor: torch.Tensor | None) -> Part | None:
         """Return this rank's part of the parameter in what is held, or in its gradient."""
         return None if tensor is None else located(tensor)
 
@@ -179,30 +177,28 @@ class Parameter:
         """Return True if an engine of DeepSpeed holds the parameter in an optimizer of its own."""
         return hasattr(self.held, "ds_tensor") or hasattr(self.held, "_hp_mapping")
 
-    def value(self) -> Optional[Part]:
+    def value(self) -> Part | None:
         span = self.span()
         if span is None or not hasattr(self.held, "ds_tensor"):
             return self.part(self.held)
         return Part(self.held.ds_tensor.detach().reshape(-1)[: span[1]], "shard", span[0])
 
-    def gradient(self) -> Optional[Part]:
+    def gradient(self) -> Part | None:
         if not self.of_zero:
             return self.part(self.held.grad)
         found = sys.modules["deepspeed"].utils.safe_get_full_grad(self.held)  # a collective
         return None if found is None else Part(found)
 
-    def span(self) -> Optional[Tuple[int, int]]:
+    def span(self) -> tuple[int, int] | None:
         """Return where the slice begins that this rank's optimizer steps on, and its size."""
-        own, mapping = (
-            getattr(self.held, "ds_tensor", None),
-            getattr(self.held, "_hp_mapping", None),
-        )
+        own = getattr(self.held, "ds_tensor", None)
+        mapping = getattr(self.held, "_hp_mapping", None)
         if own is not None:
             start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
             return start, max(0, min(own.numel(), self.held.ds_numel - start))
         return mapping and (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
 
-    def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
+    def received(self, zero: Any, inner: torch.optim.Optimizer) -> Part | None:
         """Return this rank's slice of the gradient in the inner optimizer's flat tensors."""
         span, mapping, group, first = self.span(), getattr(self.held, "_hp_mapping", None), None, 0
         if mapping is not None:
@@ -217,7 +213,7 @@ class Parameter:
             return None
         return Part(flat.grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
 
-    def line(self) -> List[Any]:
+    def line(self) -> list[Any]:
         return [self.name, self.shape, self.dtype, self.trained]
 
 
@@ -229,14 +225,14 @@ class FlatParameter(Parameter):
     """
 
     # in the flat parameter that is held; None: the parameter itself is held
-    begin: Optional[int] = None
+    begin: int | None = None
     count: int = 0
     start: int = 0
     kind: str = "shard"
     copies: int = 1
     flat = True
 
-    def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
+    def part(self, tensor: torch.Tensor | None) -> Part | None:
         # a gradient that is not reduced yet (no_sync) is whole
         if tensor is None or tensor.shape != self.held.shape:
             return None
@@ -250,12 +246,12 @@ class FlatParameter(Parameter):
         )
 
 
-def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str]) -> List[Parameter]:
+def parameters(root: torch.nn.Module, names: dict[torch.nn.Module, str]) -> list[Parameter]:
     """Return the parameters of a model in order of registration.
 
     Tied ones have their first name.
     """
-    found: Dict[Any, Parameter] = {}
+    found: dict[Any, Parameter] = {}
     for module in root.modules():
         handle = (
             getattr(module, "_handle", None)
@@ -284,7 +280,7 @@ def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str]) -> List
     return sorted(unique.values(), key=lambda each: order[each.owners[0][0]])
 
 
-def _add_flat(handle: Any, names: Dict[torch.nn.Module, str], found: Dict[Any, Parameter]) -> None:
+def _add_flat(handle: Any, names: dict[torch.nn.Module, str], found: dict[Any, Parameter]) -> None:
     flat, state = handle.flat_param, str(handle._sharding_strategy)
     copies = (
         torch.distributed.get_world_size() // handle.process_group.size()
@@ -320,8 +316,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def strategy(
-    root: torch.nn.Module, found: List[Parameter], chain: List[torch.nn.Module]
-) -> Dict[str, Any]:
+    root: torch.nn.Module, found: list[Parameter], chain: list[torch.nn.Module]
+) -> dict[str, Any]:
     """Return what really splits the model: its wrappers, and how many parameters are split."""
     kinds = {name for each in [*chain, *root.modules()] for name in type_names(each)}
     wrappers = list(dict.fromkeys(label for name, label in LABELS.items() if name in kinds))

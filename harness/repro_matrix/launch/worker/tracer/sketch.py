@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import zlib
-from typing import Iterator, Optional
+from typing import Iterator
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -60,9 +60,7 @@ def aside() -> Iterator[None]:
         yield
 
 
-def sketch(
-    rows: torch.Tensor, start: int = 0, index: Optional[torch.Tensor] = None
-) -> torch.Tensor:
+def sketch(rows: torch.Tensor, start: int = 0, index: torch.Tensor | None = None) -> torch.Tensor:
     """Return a (rows, 9) tensor for a (rows, elements) one.
 
     Its rows begin at index ``start`` of the whole tensor, or its elements have the indices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import torch
 
@@ -16,9 +16,9 @@ PENDING = 4000  # lines that are kept before they are written
 class Writer:
     def __init__(self, path: str) -> None:
         self.file = open(path, "a")  # noqa: SIM115 (open for as long as the rank is traced)
-        self.pending: List[Tuple[Dict[str, Any], Optional[torch.Tensor]]] = []
+        self.pending: list[tuple[dict[str, Any], torch.Tensor | None]] = []
 
-    def add(self, kind: str, values: Optional[torch.Tensor] = None, /, **fields: Any) -> None:
+    def add(self, kind: str, values: torch.Tensor | None = None, /, **fields: Any) -> None:
         """Append a line; values are a sketch: (rows, 9), or (9) for a tensor that is one row."""
         self.pending.append(({"k": kind, **fields}, values))
         if len(self.pending) >= PENDING:
