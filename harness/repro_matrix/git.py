@@ -100,7 +100,8 @@ def run_git(root: Path, *args: str) -> str | None:
         if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")
     }
     env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    command = ["git", "-C", str(root), *args]
+    # Without quotes around names that are not ASCII.
+    command = ["git", "-c", "core.quotePath=false", "-C", str(root), *args]
     try:
         done = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=env

@@ -7,6 +7,7 @@ module does not escape markup: templates do.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import textwrap
 import unicodedata
@@ -113,6 +114,14 @@ def wrap(
         placeholder=" ...",
     )
     return [line.replace("\0", " ").replace("\1 ", "").replace("\1", "") for line in lines]
+
+
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended, as the end of a sentence. None: unknown."""
+    if code is not None and code < 0:
+        names = {each.value: each.name for each in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
+    return "ended" if code is None else f"ended with exit code {code}"
 
 
 def log(text: str) -> None:

@@ -21,7 +21,7 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile, count_names
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import PACKAGE
-from repro_matrix.text import log
+from repro_matrix.text import describe_exit, log
 
 SCRIPT = PACKAGE / "launch" / "worker" / "device_probe.py"
 IMPORT_S = 240.0  # of torch or another package, from a cold network disk: slow, and no hang
@@ -204,11 +204,9 @@ def _final_answer(output: bytes, process: subprocess.Popen[bytes], late: str) ->
         for line in output.decode(errors="replace").splitlines()
         if line.strip() and line[0] != "{"
     ][-1:]
-    how = f"ended with exit code {process.returncode}"
-    if process.returncode < 0:
-        ended_by = signal.Signals(-process.returncode)
-        how = f"was ended by {ended_by.name} (signal {ended_by.value})"
-        answer |= {"stopped": True} if ended_by in _FROM_OUTSIDE else {}
+    if -process.returncode in _FROM_OUTSIDE:
+        answer |= {"stopped": True}
+    how = describe_exit(process.returncode)
     return answer | {"failed": ": ".join([how, *last])[:400]}
 
 

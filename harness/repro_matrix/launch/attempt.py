@@ -23,7 +23,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -310,16 +309,6 @@ def create_files(attempt: Attempt, spec: Json | None = None) -> None:
     settings = json.dumps(attempt.full_settings(), indent=1)
     (attempt.directory / "settings.json").write_text(settings, encoding="utf-8")
     attempt.spec_file.write_text(json.dumps(spec or attempt.spec(), indent=1), encoding="utf-8")
-
-
-def describe_exit(code: int | None) -> str:
-    """Return how a process ended, as the end of a sentence. None: unknown."""
-    if code is not None and code < 0:
-        return (
-            "was killed by"
-            f" {next((each.name for each in signal.Signals if each == -code), f'signal {-code}')}"
-        )
-    return "ended" if code is None else f"ended with exit code {code}"
 
 
 def cut(path: Path) -> None:

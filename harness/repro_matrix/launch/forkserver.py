@@ -29,7 +29,6 @@ from repro_matrix.launch.attempt import (
     Attempt,
     Json,
     create_files,
-    describe_exit,
     remove,
     stack_environment,
     visible_devices,
@@ -42,6 +41,7 @@ from repro_matrix.launch.torchrun import (
     user_environment,
 )
 from repro_matrix.launch.watch import Watch
+from repro_matrix.text import describe_exit
 
 WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
 # a stack on a slow disk takes long to import the first time; a hang there must not last for ever

@@ -34,12 +34,13 @@ from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Evidence as Observed
 from repro_matrix.grading.observation import exception_of, is_project_code
 from repro_matrix.grading.root_cause import find_failures, portable_path
-from repro_matrix.launch.attempt import Attempt, Json, describe_exit, read_launch, torchrun_line
+from repro_matrix.launch.attempt import Attempt, Json, read_launch, torchrun_line
 from repro_matrix.launch.watch import Watched
 from repro_matrix.paths import read_json
 from repro_matrix.records.attempt import STARTING, Observation, Record
 from repro_matrix.records.attempt import RankRecord as RankData
 from repro_matrix.records.document import validate_record
+from repro_matrix.text import describe_exit
 
 DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
 EITHER: DeviceError = "gpu_or_program"

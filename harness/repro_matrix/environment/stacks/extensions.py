@@ -122,9 +122,10 @@ def compile_op(stack: Stack) -> str | None:
                 text=True,
                 start_new_session=True,
             )
-            output, _ = process.communicate(timeout=COMPILE_S)
         except OSError as error:
             return f"{_UNCOMPILED}: {error}"
+        try:
+            output, _ = process.communicate(timeout=COMPILE_S)
         except BaseException as error:  # Ctrl-C, too
             os.killpg(process.pid, signal.SIGTERM)  # ninja then ends its compilers
             with suppress(subprocess.TimeoutExpired):
