@@ -387,7 +387,6 @@ def test_claim_row_to_json_has_settings_and_ranks() -> None:
         "tiny random weights",
         "call=root tiny random weights",
     }
-    assert data["evidence"][0]["document"] == "some-case", "its cell, where it is stored nowhere"
     (four,) = row(FIXED, cell("FIXED", ranks=4, overrides=["ranks=4", "tp_size=2"])).evidence
     assert (four.setting, four.ranks, four.predicted) == (
         "tp_size=2 tiny random weights",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -731,29 +732,32 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     (changed,) = compare_to_last_passing(NOW, [PASSING]).changed
     commands: list[list[str]] = []
 
-    def run(words: list[str], seconds: float) -> tuple[dict[str, Any] | None, str]:
+    def run(words: list[str], seconds: float) -> tuple[str, str]:
         commands.append(words)
-        return {"report": "torch 2.14.0 is the first bad release"}, ""
+        return "torch 2.14.0 is the first bad release", ""
 
-    bisections = nightly.Bisections(results, "tonight", 60.0, run)
+    def report(seconds: float = 60.0) -> str | None:
+        deadline = time.monotonic() + seconds
+        return nightly.bisect_change(changed, results, "tonight", deadline, run)
+
     good, bad = (nightly.stored_lock(results, "now", name) for name in ("passing", "tonight"))
     good.parent.mkdir()
-    assert bisections.report(changed) is None, "a pinned stack has no lock"
+    assert report() is None, "a pinned stack has no lock"
     bad.write_text("torch==2.14.0\n")
-    assert "Not bisected" in str(bisections.report(changed))
+    assert "Not bisected" in str(report())
     good.write_text("torch==2.14.0\n")
-    assert "same lock" in str(bisections.report(changed)) and not commands
+    assert "same lock" in str(report()) and not commands
     good.write_text("torch==2.13.0\n")
-    assert bisections.report(changed) == "torch 2.14.0 is the first bad release"
+    assert report() == "torch 2.14.0 is the first bad release"
     (words,) = commands
     assert cli.parse("bisect", words[1:]).params["any_change"], "the command takes these arguments"
     assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)]
     assert {"model=m", "--variant", "fix"} < set(words)
-    assert "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed))
-    data, reason = nightly.run_bisect(
+    assert "no time left" in str(report(0.0))
+    found, reason = nightly.run_bisect(
         ["bisect", "no-such-case", "--good", "1.0", "--bad", "2.0"], 120.0
     )
-    assert data is None and "exit code 2" in reason
+    assert not found and "exit code 2" in reason
 
 
 def test_bench_of_nights_counts_changes_of_cut_results(results: Path) -> None:

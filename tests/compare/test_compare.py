@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -373,7 +372,7 @@ def test_forked_runs_with_noise_equal_those_of_torchrun(
     Path("train.py").write_text(SCRIPT)
     forked = Script(command_of_script("./train.py", 1), ScriptFailure(), tmp_path / "results")
     runs = {}
-    with CellRunner(print, threading.Event()) as runner:
+    with CellRunner() as runner:
         for script in (
             forked,
             replace(forked, env=(("ANY", "1"),)),
@@ -407,7 +406,7 @@ def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
     Path("first.py").write_text(
         f"assert 'torch' not in __import__('sys').__dict__['modules']\n{SCRIPT}"
     )
-    with CellRunner(print, threading.Event()) as runner:
+    with CellRunner() as runner:
         script = Script(command_of_script(f"./{name}", 1), ScriptFailure(), tmp_path / "results")
         side = compare.GoodSide(runner, script, stacks.resolve("current"), compare.Window(1))
         launchers = {run.made["observation"]["attempt"]["launcher"] for run in side.noise}

@@ -274,7 +274,7 @@ def reduced(
         return answer(config)
 
     trail = Trail(probe, {GIVEN: True})
-    return *reduce(PARAMETERS, trail), trail
+    return reduce(PARAMETERS, trail), trail.ended is None, trail
 
 
 @given(failures(), st.integers(1, 40))

@@ -7,7 +7,6 @@ import json
 import math
 import shlex
 import subprocess
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -482,6 +481,6 @@ def test_answer_of_a_variant_that_was_not_launched_has_the_reason() -> None:
 
 
 def test_prober_leaves_out_variants_with_a_stack_of_their_own(world: World) -> None:
-    search = Prober(make_request(["case=qwen15-fsdp-kv-cache"]), print, threading.Event())
+    search = Prober(make_request(["case=qwen15-fsdp-kv-cache"]))
     assert search.own_stack == {"newer-transformers": "current"}
     assert "newer-transformers" not in search.variants and search.variants[0] == "unfixed"

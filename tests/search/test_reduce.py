@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,8 +111,6 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
         make_request([f"case={CASE}"]),
         stacks.resolve("current"),
         None,
-        print,
-        threading.Event(),
     )
     simplest = tuple(each.simplest for each in search.parameters)
     prepared = session.prepare([f"case={CASE}", *search.command(simplest)[3:]])

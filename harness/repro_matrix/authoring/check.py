@@ -22,9 +22,8 @@ from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results.store import Store
 from repro_matrix.results.summary import stored_rows
 from repro_matrix.runner import run as workspace
-from repro_matrix.runner import session
-from repro_matrix.runner.session import make_request
-from repro_matrix.text import log
+from repro_matrix.runner.session import make_request, prepare
+from repro_matrix.text import first_line, log
 
 TIMES = 3  # attempts of each variant with each launcher, unless repeat= is given
 SUMMARY_WORDS = 5  # the least that a case's summary needs
@@ -48,7 +47,7 @@ def check_signatures(file: str, case: Case) -> Iterator[str]:
     """Find signatures that match other failures' messages, and a summary that is too short."""
     for signature in case.signatures:
         if taken := unrelated_matches(signature):
-            shown = taken[0].partition("\n")[0][:100] or "the empty message"
+            shown = first_line(taken[0], 100) or "the empty message"
             what = f"too broad: matches {len(taken)} messages of other failures, such as {shown!r}"
             yield f"{file}: signatures.{signature.name}.message: {what}"
     if case.kind == "failure" and len(case.summary.split()) < SUMMARY_WORDS:
@@ -114,7 +113,7 @@ def measure_case(slug: str, overrides: Iterable[str]) -> dict[str, Sequence[Docu
             log(f"{slug}: every variant, {launcher}")
             usual = {"repeat": TIMES, "launcher": launcher, "results": f"{folder}/{launcher}"}
             values = {key: usual[key] for key in usual.keys() - given}
-            prepared = session.prepare(request.with_values(values))
+            prepared = prepare(request.with_values(values))
             summary = workspace.execute(prepared, lambda event: None, stop, on_warning=log)
             if summary.problem:
                 raise summary.problem
@@ -196,7 +195,8 @@ def _joined(kinds: Iterable[str]) -> str:
 
 def _problem(name: str, outcome: StoredOutcome, must_pass: bool) -> str:
     """Return the problem of an attempt, or an empty string."""
-    kind, reason = outcome["outcome"], outcome["reason"].strip().partition("\n")[0][:200]
+    kind = outcome["outcome"]
+    reason = first_line(outcome["reason"])
     if kind == "infra_error":
         if outcome.get("infra_error") == "script_error":
             return f"raises its own error: {reason}"

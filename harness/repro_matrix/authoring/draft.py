@@ -37,7 +37,7 @@ COPIED = (
 CASE, SCRIPT = (Path(__file__).with_name(f"template.{kind}.txt") for kind in ("yaml", "py"))
 
 
-def draft(like: Json | None = None) -> Json:
+def draft(like: Json | None) -> Json:
     """Return a case's file without its slug, with the flags, variants and checks of ``like``."""
     case: Json = yaml.safe_load(CASE.read_text(encoding="utf-8"))
     if like is None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from repro_matrix.baseline.advice import advice
 from repro_matrix.config import project
 from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.grading.expected import settings_difference
@@ -25,7 +26,6 @@ from repro_matrix.results.store import Store
 from repro_matrix.runner import session
 from repro_matrix.runner.session import make_request
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 README, START = (Path(__file__).with_name(f"{name}.txt") for name in ("readme.md", "run.py"))
 _MEANINGS = {
     "reproduced": "it fails as follows",
@@ -67,15 +67,18 @@ def export_variant(
     slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None
 ) -> Exported:
     """Export one variant. Raise ReproError if its versions are unknown."""
-    request, absent = make_request([f"case={slug}", *overrides]), None
+    request = make_request([f"case={slug}", *overrides])
+    absent = None
     on_stack = request.with_values({"stack": stack}) if stack else request
     try:
         prepared = session.prepare(on_stack, build_stacks=False)
     except ReproError as error:
         if stack is None:
             raise
-        prepared, absent = session.prepare(request, build_stacks=False), str(error)
-    plan, case = prepared.plans[0], prepared.catalogue.cases[slug]
+        prepared = session.prepare(request, build_stacks=False)
+        absent = str(error)
+    plan = prepared.plans[0]
+    case = prepared.catalogue.cases[slug]
     planned = next(each for each in plan.variants if each.variant == variant)
     name = case.variants[variant].stack or stack or plan.cell.stack
     have = prepared.stacks.get(name)
@@ -98,7 +101,8 @@ def export_variant(
     settings["env"] = {**case.launch.env, **settings.get("env", {}), **case.variants[variant].env}
     built = have is not None and all(Path(path).exists() for path in (have.python, *have.path))
     skipped = absent or planned.skipped or (None if built else f"stack {name} is not built here")
-    repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
+    repros = prepared.catalogue.repros
+    script = prepared.catalogue.script(case)
     copied = [*(repros / "repro_kit").glob("*.py")]
     if remote := settings["model"].get("remote_code"):
         copied += (repros / "remote_code" / remote).glob("*.*")
@@ -125,11 +129,12 @@ def _measured(
         have = document["stack"]["versions"]
         same = document["stack"]["name"] == stack
         if versions:
-            same = all(have.get(name) == versions.get(name) for name in PACKAGES)
+            same = all(have.get(name) == versions.get(name) for name in UPSTREAM)
         if not (same and stored and stored["attempts"]):
             continue
         device = {"device": "", "backend": ""}
-        one, other = {**stored["settings"], **device}, {**variant.settings, **device}
+        one = {**stored["settings"], **device}
+        other = {**variant.settings, **device}
         if not settings_difference(cast(Settings, one), cast(Settings, other)):
             yield MeasuredVariant(have, [attempt["outcome"] for attempt in stored["attempts"]])
 
@@ -154,7 +159,7 @@ def _readme(
             settings=settings,
             help=case.variants[settings["variant"]].help,
             advice=advice(case, versions),
-            versions=[f"{name}=={versions[name]}" for name in PACKAGES if name in versions],
+            versions=[f"{name}=={versions[name]}" for name in UPSTREAM if name in versions],
             skipped=skipped,
             outcome=outcomes[0] if outcomes else None,
             meaning=_MEANINGS.get(kinds[0], kinds[0]) if kinds else "",

@@ -86,7 +86,8 @@ def propose(
     damaged.
     """
     own = project.current()
-    baseline, damaged = Store(own.baseline), list[str]()
+    baseline = Store(own.baseline)
+    damaged = list[str]()
     given: list[Document] = []
     places: dict[str, Path] = {}
     for source in sources:
@@ -114,13 +115,11 @@ def propose(
     whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
     found = publication(catalogue.cases, held, whole, reason)
     found.refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
-    for name in sorted(
-        {d["case"] for d in whole if any(variant["attempts"] for variant in d["variants"].values())}
-    ):
-        why = never_reproduced(
-            catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name)
-        )
-        found.refused += [Refusal(name, "", why)] if why else []
+    ran = (d for d in whole if any(variant["attempts"] for variant in d["variants"].values()))
+    for name in sorted({d["case"] for d in ran}):
+        documents = (d for d in (*held, *whole) if d["case"] == name)
+        if why := never_reproduced(catalogue.cases[name], documents):
+            found.refused.append(Refusal(name, "", why))
     found.notes = damaged
     if partial := len(given) - len(whole):
         found.notes.append(
@@ -149,12 +148,10 @@ def _is_usable(document: Document) -> bool:
     It has evidence or, on a named stack, the reasons why all of it was skipped. A commit belongs to
     no range of releases.
     """
-    variants, name = document["variants"].values(), document["stack"]["name"]
-    ran = any(
-        a["outcome"]["outcome"] != "infra_error"
-        for variant in variants
-        for a in variant["attempts"]
-    )
+    variants = document["variants"].values()
+    name = document["stack"]["name"]
+    outcomes = {a["outcome"]["outcome"] for variant in variants for a in variant["attempts"]}
+    ran = bool(outcomes - {"infra_error"})
     skips = [variant.get("skip") for variant in variants]
     skipped = _is_named(document) and all(skip and skip["kind"] != "build" for skip in skips)
     return document["complete"] and (ran or skipped) and "#" not in name
@@ -174,12 +171,8 @@ def _of_other_code(
         {(d["case"], d["provenance"]["git_commit"] or "") for d in documents}
     ):
         paths = [catalogue.script(catalogue.cases[slug]), *store.shared_code(catalogue)]
-        reason = (
-            git.since(commit, root, [path for path in paths if path.is_relative_to(root)])
-            if commit
-            else None
-        )
-        if reason:
+        inside = [path for path in paths if path.is_relative_to(root)]
+        if commit and (reason := git.since(commit, root, inside)):
             yield Refusal(slug, "", f"measured with other code: {reason}")
 
 
@@ -209,7 +202,8 @@ def _publish_case(
     reason: str,
 ) -> None:
     for key in now.keys() & before.keys():
-        new, old = now[key], before[key]
+        new = now[key]
+        old = before[key]
         # Of a version map: without own stacks, or with the releases that a named stack has anyway.
         fewer = new["variants"].keys() < old["variants"].keys()
         if fewer or (_is_named(old) and not _is_named(new)):
@@ -291,7 +285,8 @@ def _results(document: Document) -> Any:
 
 
 def _changes(case: Case, document: Document) -> Iterator[BaselineChange]:
-    hardware, versions = document["hardware"], document["stack"]["versions"]
+    hardware = document["hardware"]
+    versions = document["stack"]["versions"]
     for name, verdict in document["verdicts"].items():
         facts = hardware.get("capabilities", {})
         entry = expected(case, document["params"], name, versions, kind_of(hardware), facts)

@@ -29,7 +29,8 @@ def regrade_folder(
     """
     rows: list[Row] = []
     found: Findings = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
-    stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
+    stored = summary.stored_rows(folder, found["damaged"])
+    results = Store(folder)
     states = summary.evidence_states(folder)
     documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
     found["damaged"] += results.damaged
@@ -41,7 +42,7 @@ def regrade_folder(
         rows += graded
         edits = (*inconsistencies(documents[path]), *_edits(documents[path], now[path]))
         found["edited"] += [f"{folder / path}: {text}" for text in edits]
-        compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
+        compared = _differences(stored.get(path, ()), graded) if stored else ()
         found["differences"] += [f"{folder / path}: {text}" for text in compared]
     for slug, case in cases.items() if with_expectations else ():
         found["unsupported"] += unsupported(
@@ -63,15 +64,13 @@ def _edits(stored: Document, graded: Document) -> Iterator[str]:
             yield f"variant {variant}: verdict stored as {one}, graded as {now}"
 
 
-def _differences(
-    stored: Iterable[Row], graded: Iterable[Row], names: Iterable[str]
-) -> Iterator[str]:
+def _differences(stored: Iterable[Row], graded: Iterable[Row]) -> Iterator[str]:
     before = {row.variant: row for row in stored}
     for row in graded:
         old = before.pop(row.variant, None)
         if old is None:
             yield f"variant {row.variant}: not in the summary"
-        for name in names if old else ():
+        for name in COMPARED if old else ():
             one, now = (
                 ", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v
                 for each in (old, row)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from repro_matrix.config.expectations import ExpectedMetric, Prediction
-from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
+from repro_matrix.grading.verdict import count_outcomes, evidence, judge_pair
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
@@ -21,9 +21,8 @@ Decision = tuple[bool | None, str]  # None: decides nothing; and what was measur
 
 # Verdicts of a variant whose unfixed one reproduces.
 FIRING = frozenset({"FIXED", "NOT_FIXED", "DIFFERENT_FAILURE"})
-NOT_REPRODUCED = frozenset(
-    {"NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS"}
-)  # and those of one that is clean
+# And those of one that is clean.
+NOT_REPRODUCED = frozenset({"NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS"})
 MIN_ATTEMPTS = 3  # of each variant, to compare a metric
 
 
@@ -39,7 +38,7 @@ def decide(prediction: Prediction, cell: Cell) -> Decision:
     if row.skipped:
         return None, f"skipped: {row.skipped}"
     if prediction.metric is not None:
-        return compare_metric(prediction.metric, prediction.variant, cell)
+        return _compare_metric(prediction.metric, prediction.variant, cell)
     if prediction.outcome is not None:
         wanted = as_set(prediction.outcome)
         return _failure_absent(prediction, wanted, cell) or _by_outcome(wanted, _outcomes(row))
@@ -76,10 +75,11 @@ def _failure_absent(
 
     For the unfixed variant itself, any outcome may be predicted, except that it reproduces.
     """
-    variant, other = prediction.variant, prediction.relative_to or "unfixed"
+    variant = prediction.variant
+    other = prediction.relative_to or "unfixed"
     if variant == "control" or (variant == other and "reproduced" not in wanted):
         return None
-    names = set(cell[other].counts) - set(NO_EVIDENCE) if other in cell else set()
+    names = cell[other].kinds.keys() if other in cell else set()
     if names == {"reproduced"} or (variant == other and (not names or "reproduced" in names)):
         return None
     return None, f"could not be tested on this stack: {other} does not reproduce"
@@ -106,23 +106,24 @@ def _by_verdict(wanted: frozenset[str], name: str) -> Decision:
 
 
 def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
-    counted = [outcome for outcome in outcomes if outcome.outcome not in NO_EVIDENCE]
-    counts, names = count_outcomes(outcomes), {outcome.outcome for outcome in counted}
-    if not counted:
+    measured = evidence(outcomes)
+    counts = count_outcomes(outcomes)
+    names = {outcome.outcome for outcome in measured}
+    if not measured:
         return None, counts
     if names <= wanted:
         return True, counts
     if names & wanted:
         return None, f"flaky: {counts}"
     if names == {"hang"}:
-        return None, f"inconclusive: {counts} ({counted[0].reason})"
-    return False, f"{counts} ({counted[0].reason})"
+        return None, f"inconclusive: {counts} ({measured[0].reason})"
+    return False, f"{counts} ({measured[0].reason})"
 
 
 # -- metrics
 
 
-def compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision:
+def _compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision:
     """Return whether the comparison is true between every two attempts, and the figures.
 
     None: it cannot be made.
@@ -131,24 +132,17 @@ def compare_metric(metric: ExpectedMetric, variant: str, cell: Cell) -> Decision
     own, others = (_figures(cell.get(name), metric.name) for name in (variant, other))
     for name, figures in ((variant, own), (other, others)):
         if len(figures) < MIN_ATTEMPTS:
-            return (
-                None,
-                (
-                    f"{counted(len(figures), 'attempt')} of variant {name} with {metric.name}, of"
-                    f" {MIN_ATTEMPTS}"
-                ),
-            )
+            found = f"{counted(len(figures), 'attempt')} of variant {name} with {metric.name}"
+            return None, f"{found}, of {MIN_ATTEMPTS}"
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
     shown = f"{metric.name}: {variant} {_range(own)}, {other} {_range(others)}{times}"
     limits = [metric.factor * figure for figure in others]
     holds = {
         figure <= limit if metric.below else figure >= limit for figure in own for limit in limits
     }
-    return (
-        (holds.pop(), shown)
-        if len(holds) == 1
-        else (None, f"noise: the attempts disagree; {shown}")
-    )
+    if len(holds) > 1:
+        return None, f"noise: the attempts disagree; {shown}"
+    return holds.pop(), shown
 
 
 def _figures(row: Row | None, name: str) -> list[float]:
@@ -165,5 +159,6 @@ def _figures(row: Row | None, name: str) -> list[float]:
 
 
 def _range(figures: Sequence[float]) -> str:
-    low, high = min(figures), max(figures)
+    low = min(figures)
+    high = max(figures)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -13,7 +13,7 @@ decides nothing, and neither does a variant where the one that it is compared wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from repro_matrix.baseline.claim_evidence import Cell, as_set, decide
@@ -33,21 +33,19 @@ MAX_REASONS = 3  # that are shown
 class ClaimEvidence:
     """The evidence of one stored cell for or against a prediction."""
 
-    document: str  # where it is stored
     case: str
     variant: str
     model: str
     strategy: str
     ranks: str
-    stack: str
     hardware: str
     setting: str  # flags, scale, weights and whether it is simulated
     predicted: str
     measured: str  # what was measured, or why it decides nothing
     holds: bool | None  # None: not decided
-    simulated: bool = False  # measured on fake devices; decides only where no real measurement does
-    when: str | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
+    simulated: bool  # measured on fake devices; decides only where no real measurement does
+    when: str | None
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,11 @@ def _cells(rows: Iterable[Row]) -> list[Cell]:
 
 def _first(cell: Cell) -> Row:
     return next(iter(cell.values()))
+
+
+def _place(cell: Cell) -> tuple[str, str, str]:
+    row = _first(cell)
+    return row.cell_id, row.params, row.hardware.kind
 
 
 def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> ClaimRow:
@@ -157,16 +160,8 @@ def _newest(evidence: list[ClaimEvidence], cells: Sequence[Cell]) -> list[ClaimE
     for item, cell in zip(evidence, cells):
         hardware = _first(cell).hardware
         machine = (item.hardware, hardware.cpu, sorted(hardware.gpus))
-        key = repr(
-            (
-                item.model,
-                item.strategy,
-                item.ranks,
-                item.setting,
-                machine,
-                sorted(item.versions.items()),
-            )
-        )
+        settings = (item.model, item.strategy, item.ranks, item.setting)
+        key = repr((settings, machine, sorted(item.versions.items())))
         if key not in kept or (kept[key].holds is None and item.holds is not None):
             kept[key] = item
     return list(kept.values())
@@ -191,30 +186,24 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
     """
     holds, measured = decide(prediction, cell)
     row = _first(cell)
-    place = row.cell_id, row.params, row.hardware.kind
-    newest = next(
-        other
-        for other in cells
-        if (_first(other).cell_id, _first(other).params, _first(other).hardware.kind) == place
-    )
+    newest = next(other for other in cells if _place(other) == _place(cell))
     for variant in (prediction.relative_to or "unfixed", prediction.variant):
         if variant in cell and variant in newest:
             settings = (cast(Settings, each[variant].settings) for each in (cell, newest))
             if difference := settings_difference(*settings):
-                holds, measured = None, f"left out: variant {variant}: {difference}"
-    versions = row.stack.versions
-    known = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+                holds = None
+                measured = f"left out: variant {variant}: {difference}"
     setting = [f"{name}={value}" for name, value in row.flags.items()]
     setting += [word for word in row.overrides if word != f"ranks={row.ranks}"]
-    setting += [row.scale, f"{row.weights} weights", *(["simulated"] if row.simulated else [])]
+    setting += [row.scale, f"{row.weights} weights"]
+    if row.simulated:
+        setting.append("simulated")
     return ClaimEvidence(
-        document=row.evidence or row.cell_id,
         case=row.case,
         variant=prediction.variant,
         model=row.model,
         strategy=row.strategy,
         ranks=counted(row.ranks, "rank"),
-        stack=f"{row.stack.name} ({', '.join(known)})" if known else row.stack.name,
         hardware=row.hardware.profile,
         setting=" ".join(setting),
         predicted=_predicted(prediction),
@@ -222,7 +211,7 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
         holds=holds,
         simulated=bool(row.simulated),
         when=prediction.condition,
-        versions=versions,
+        versions=row.stack.versions,
     )
 
 

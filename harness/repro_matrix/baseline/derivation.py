@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -45,11 +45,11 @@ class Measured:
     place: str
     where: str
     hardware: str
-    versions: Mapping[str, Version] = field(hash=False)
-    verdicts: Mapping[str, str] = field(hash=False)
-    own_stack: bool = False
-    failure_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    capabilities: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    versions: Mapping[str, Version]
+    verdicts: Mapping[str, str]
+    own_stack: bool
+    failure_ids: Mapping[str, tuple[str, ...]]
+    capabilities: Mapping[str, Any]
 
     @property
     def answer(self) -> Any:
@@ -68,7 +68,8 @@ def measured(case: Case, document: CellRecord, place: str) -> list[Measured]:
     stored = {
         name: verdict for name, verdict in document["verdicts"].items() if _is_stable(verdict)
     }
-    known, found = document["hardware"].get("capabilities", {}), []
+    known = document["hardware"].get("capabilities", {})
+    found = []
     for own_stack in (False, True):
         names = [
             name
@@ -132,8 +133,8 @@ class Range:
     """
 
     members: tuple[Measured, ...]
-    versions: Mapping[str, str] = field(hash=False)
-    alone: bool = False  # it has no neighbor whose range it could end
+    versions: Mapping[str, str]
+    alone: bool
 
     @property
     def ends(self) -> list[dict[str, str]]:
@@ -153,10 +154,9 @@ def ranges(found: Iterable[Measured]) -> list[Range]:
             below = groups[index - 1][-1].versions.get(package) if index else None
             above = groups[index + 1][0].versions.get(package) if index + 1 < len(groups) else None
             last = group[-1].versions
+            beside = {package: (below, above)}
             versions = {
-                name: _range(
-                    version, last[name], *((below, above) if name == package else (None, None))
-                )
+                name: _range(version, last[name], *beside.get(name, (None, None)))
                 for name, version in group[0].versions.items()
             }
             out.append(Range(tuple(group), versions, alone=len(groups) == 1))
@@ -249,16 +249,12 @@ def _range(first: Version, last: Version, below: Version | None, above: Version 
 
     They are whole minor ones if the line's neighbors are in others.
     """
-    low = (
-        f">={first.public}"
-        if below is not None and _minor(below) == _minor(first)
-        else f">={_minor(first)}"
-    )
-    high = (
-        f"<={last.public}"
-        if above is not None and _minor(above) == _minor(last)
-        else f"<{_minor(last, 1)}"
-    )
+    low = f">={_minor(first)}"
+    high = f"<{_minor(last, 1)}"
+    if below is not None and _minor(below) == _minor(first):
+        low = f">={first.public}"
+    if above is not None and _minor(above) == _minor(last):
+        high = f"<={last.public}"
     return f"{low},{high}"
 
 
@@ -335,7 +331,8 @@ def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
     error, which is not expected: the settings made no difference, so the cell shows nothing about
     the failure or its fixes.
     """
-    found, cells = [], defaultdict(list)
+    found = []
+    cells = defaultdict(list)
     for row in rows:
         if row.attempts:
             cells[row.cell].append(row)

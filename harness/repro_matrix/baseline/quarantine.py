@@ -19,7 +19,7 @@ from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue, parse_file, read_yaml
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.vocabulary import Strict
-from repro_matrix.errors import ConfigError, nearest
+from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.results.rows import Row
@@ -46,12 +46,6 @@ class Quarantine(Strict):
     def describe(self) -> str:
         variant = f" variant {self.variant}" if self.variant else ""
         return f"{self.cell}{variant}, {self.owner} until {self.until}: {self.reason}"
-
-    def describe_expired(self) -> str:
-        return (
-            f"{file()}: entry expired: {self.describe()}. Fix the failure, extend the date, or"
-            " delete the entry."
-        )
 
 
 class _File(Strict):
@@ -82,24 +76,20 @@ def read_quarantine() -> Sequence[Quarantine]:
     return entries
 
 
-def check_quarantine(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
+def check_quarantine(entries: Sequence[Quarantine], catalogue: Catalogue) -> None:
     """Raise ConfigError for a cell or a variant that the catalogue does not have.
 
     The settings after a cell's key (``-ranks=4``) are not checked: wrong ones accept nothing.
     """
-    entries = list(entries)
     known = [cell.key for cell in enumerate_cells(catalogue, Selection())] if entries else []
     for entry in entries:
         case = entry.cell.partition("/")[0]
         if not any(f"{entry.cell}-".startswith(f"{key}-") for key in known):
             near = [key for key in known if key.startswith(f"{case}/")] or known
-            raise ConfigError(f"{file()}: no cell {entry.cell!r}{nearest(entry.cell, near)}")
+            raise unknown("cell", entry.cell, near, str(file()))
         variants = catalogue.cases[case].variants
         if entry.variant is not None and entry.variant not in variants:
-            raise ConfigError(
-                f"{file()}: {entry.cell}: no variant"
-                f" {entry.variant!r}{nearest(entry.variant, variants)}"
-            )
+            raise unknown("variant", entry.variant, variants, f"{file()}: {entry.cell}")
 
 
 def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -> list[Row]:
@@ -118,5 +108,11 @@ def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -
 def expired(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -> list[str]:
     """Return messages about expired entries that cover any of the rows."""
     past = [entry for entry in entries if entry.until < today]
-    found = [each for row in rows for each in past if each.covers(row.cell_id, row.variant)]
-    return list(dict.fromkeys(entry.describe_expired() for entry in found))
+    texts = [
+        f"{file()}: entry expired: {each.describe()}. Fix the failure, extend the date, or delete"
+        " the entry."
+        for row in rows
+        for each in past
+        if each.covers(row.cell_id, row.variant)
+    ]
+    return list(dict.fromkeys(texts))

@@ -39,35 +39,25 @@ def refusals(documents: Sequence[Document], allowed: Collection[str] = ()) -> li
         found += [
             Refusal(name, variant, reason) for variant, reason in _refusals(document, allowed)
         ]
-        profile, here = document["hardware"]["profile"], machine(document)
+        profile = document["hardware"]["profile"]
+        here = machine(document)
         first = machines.setdefault(profile, here)
-        differs = next(
-            (f"{key} {here[key]} against {first[key]}" for key in here if here[key] != first[key]),
-            None,
-        )
-        if differs:
-            found.append(
-                Refusal(name, "", f"measured on another machine of profile {profile}: {differs}")
-            )
+        differing = [key for key in here if here[key] != first[key]]
+        if differing:
+            key = differing[0]
+            differs = f"{key} {here[key]} against {first[key]}"
+            reason = f"measured on another machine of profile {profile}: {differs}"
+            found.append(Refusal(name, "", reason))
     return found
 
 
 def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[str, str]]:
     if not document["provenance"]["git_commit"]:
-        yield (
-            "",
-            (
-                "its commit is unknown: measured outside a checkout, or git could not compare the"
-                " files"
-            ),
-        )
+        yield "", "its commit is unknown: measured outside a checkout, or git failed"
     elif document["provenance"]["git_dirty"] is not False:
         yield "", "measured with uncommitted changes. Commit, then measure again."
     if document["hardware"].get("shares_gpu") and document["hardware"]["backend"] == "nccl":
-        yield (
-            "",
-            "its ranks shared one GPU over NCCL, each as a host of its own: a test of the harness",
-        )
+        yield "", "its ranks shared one GPU over NCCL: a test of the harness"
     for note in document["stack"].get("changed", ())[:1]:
         yield "", f"measured in an environment that was changed after its installation: {note}"
     for name, variant in document["variants"].items():
@@ -75,19 +65,12 @@ def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[st
             attempt["outcome"]["outcome"] not in NO_EVIDENCE for attempt in variant["attempts"]
         )
         if not variant["skipped"] and count < ATTEMPTS:
-            yield (
-                name,
-                (
-                    f"{counted(count, 'attempt')} with evidence, at least {ATTEMPTS} are needed:"
-                    f" repeat={ATTEMPTS}"
-                ),
-            )
+            needed = f"at least {ATTEMPTS} are needed: repeat={ATTEMPTS}"
+            yield name, f"{counted(count, 'attempt')} with evidence, {needed}"
     for name, verdict in document["verdicts"].items():
         if verdict["name"] in SUSPICIOUS and verdict["name"] not in allowed:
-            yield (
-                name,
-                f"{verdict['name']}: {verdict['reason']} (--allow {verdict['name']} publishes it)",
-            )
+            hint = f"--allow {verdict['name']} publishes it"
+            yield name, f"{verdict['name']}: {verdict['reason']} ({hint})"
     for reason in inconsistencies(document):
         yield "", f"edited: {reason}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, product
+from itertools import groupby
 from statistics import fmean
 from typing import Literal
 
@@ -45,8 +45,8 @@ class ReleaseRange:
     state: State
     first: str
     last: str
-    follows: bool = False
-    alone: bool = False
+    follows: bool
+    alone: bool
 
     @property
     def span(self) -> str:
@@ -185,20 +185,21 @@ def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[Re
         for version, each in points.items()
     }
     out: list[ReleaseRange] = []
-    before: list[Version] = []
+    before: Version | None = None
     for state, group in groupby(sorted(states), key=states.__getitem__):
         versions = list(group)
-        # A range of 4.48 that was measured at 4.48.3 says nothing about 4.48.0.
-        first_of_minor = not any(versions[0].release[2:])
-        follows = bool(before) and _adjacent(
-            package, points[before[-1]], points[versions[0]], first_of_minor
-        )
-        sides = [
-            _others(package, one, states[one], points[one]) for one in (*before[-1:], versions[0])
-        ]
-        alone = any(one == other for one, other in product(*sides)) if before else False
-        out.append(ReleaseRange(state, versions[0].public, versions[-1].public, follows, alone))
-        before = versions
+        first = versions[0]
+        follows = alone = False
+        if before is not None:
+            # A range of 4.48 that was measured at 4.48.3 says nothing about 4.48.0.
+            first_of_minor = not any(first.release[2:])
+            follows = _adjacent(package, points[before], points[first], first_of_minor)
+            one, other = (
+                _others(package, each, states[each], points[each]) for each in (before, first)
+            )
+            alone = any(each in other for each in one)
+        out.append(ReleaseRange(state, first.public, versions[-1].public, follows, alone))
+        before = versions[-1]
     return tuple(out)
 
 

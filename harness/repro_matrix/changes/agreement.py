@@ -32,18 +32,13 @@ class Agreement:
     @property
     def disagreements(self) -> list[Pair]:
         """Return the variants with another verdict, failure or outcome."""
-        shown = [
-            [(row.stored_verdict, row.failure_ids, row.kinds.keys()) for row in pair]
-            for pair in self.pairs
-        ]
-        return [pair for pair, (first, second) in zip(self.pairs, shown) if first != second]
+        return [pair for pair in self.pairs if _result(pair[0]) != _result(pair[1])]
 
     @property
     def across(self) -> bool:
         """Return whether a GPU was compared with a CPU."""
         return any(
-            "GPUs" in one.hardware.description.keys() ^ other.hardware.description.keys()
-            for one, other in self.pairs
+            bool(one.hardware.gpus) != bool(other.hardware.gpus) for one, other in self.pairs
         )
 
     @property
@@ -66,12 +61,17 @@ class Agreement:
         }
 
 
+def _result(row: Row) -> tuple[Any, ...]:
+    return row.stored_verdict, row.failure_ids, row.kinds.keys()
+
+
 def measure_agreement(one: Iterable[Row], other: Iterable[Row]) -> list[Agreement]:
     """Return each case's agreement, the lowest first.
 
     Raises ConfigError: both sides have no measurement in common.
     """
-    one, other = list(one), list(other)
+    one = list(one)
+    other = list(other)
     here, there = ({row.hardware.profile for row in side} for side in (one, other))
     # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of
     # it.
@@ -102,15 +102,14 @@ def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> 
         ):
             yield f"    part of the tolerance used at most, first | second: {used}"
         for first, second in each.disagreements if everything else each.disagreements[:SHOWN]:
-            yield from (
-                f"    {' '.join(second.axes)} {second.variant}",
-                f"      first:  {describe_row(first)}",
-            )
+            yield f"    {' '.join(second.axes)} {second.variant}"
+            yield f"      first:  {describe_row(first)}"
             yield f"      second: {describe_row(second)}"
         if (more := len(each.disagreements) - SHOWN) > 0 and not everything:
             yield f"    and {more} more: --all"
     agree, both = (sum(counts) for counts in zip(*(each.counts for each in cases)))
-    yield from ("", _share((agree, both), "variants measured on both sides agree"))
+    yield ""
+    yield _share((agree, both), "variants measured on both sides agree")
 
 
 def _share(counts: tuple[int, int], what: str) -> str:

@@ -79,7 +79,8 @@ class Diff:
     def without_unrequested(self, runs: Sequence[Run]) -> Diff:
         """Return the comparison without results that the second side's runs did not request."""
         there = {axis: pair[1] for axis, pair in self.across.items()}
-        changes, excused = [], Counter[str]()
+        changes = []
+        excused = Counter[str]()
         for change in self.changes:
             cell, stack, hardware = change.row.cell
             place = cell, there.get("stack", stack), there.get("hardware", hardware)
@@ -101,7 +102,7 @@ CellId = tuple[str, str, str]  # cell id, stack, hardware; "" if the comparison 
 Cells = dict[CellId, dict[str, Row]]  # each cell's variants
 
 
-def excuse_for(place: CellId, runs: Sequence[Run], left_out: str = "") -> str:
+def excuse_for(place: CellId, runs: Sequence[Run], left_out: str) -> str:
     """Return why these runs need not have measured a variant of a cell; "" if they should have.
 
     ``left_out``: a variant without which the cell was measured. That needs a reason: the run
@@ -194,14 +195,17 @@ def result_change(old: Row, new: Row, pools: Pools = ()) -> str | None:
 
     If attempts disagree, their shares are compared: in each of ``pools``, else of the two results.
     """
-    if not old.kinds or not new.kinds:
-        if not old.kinds and not new.kinds:
-            return None
-        return "not_measured" if old.kinds else "newly_measured"
+    if not (old.kinds or new.kinds):
+        return None
+    if not new.kinds:
+        return "not_measured"
+    if not old.kinds:
+        return "newly_measured"
     pools = pools or [(Counter(old.kinds), Counter(new.kinds))]
     if all(chance_explains(*pool) for pool in pools) or _both_expected(old, new):
         return None
-    before, after = set(old.failure_ids), set(new.failure_ids)
+    before = set(old.failure_ids)
+    after = set(new.failure_ids)
     if before != after:
         if old.first and new.first and "control" not in (old.kind, new.kind):
             reproduced = "reproduced" in new.kinds
@@ -251,16 +255,17 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
 
     The smaller of the two.
     """
-    counted_ones, everything = count + other_count, attempts + other_attempts
+    counted_ones = count + other_count
+    everything = attempts + other_attempts
 
     def ways(numbers: range) -> int:
         rest = everything - counted_ones
         return sum(comb(counted_ones, n) * comb(rest, attempts - n) for n in numbers)
 
     # comb(n, k) is 0 where k is greater than n
-    return min(ways(range(count + 1)), ways(range(count, attempts + 1))) / comb(
-        everything, attempts
-    )
+    fewer = ways(range(count + 1))
+    more = ways(range(count, attempts + 1))
+    return min(fewer, more) / comb(everything, attempts)
 
 
 def _both_expected(old: Row, new: Row) -> bool:
@@ -268,12 +273,9 @@ def _both_expected(old: Row, new: Row) -> bool:
 
     Which one comes first is chance.
     """
-    same_stack = old.stack.name == new.stack.name and old.stack.versions in (
-        {},
-        new.stack.versions,
-    )
     return (
-        same_stack
+        old.stack.name == new.stack.name
+        and old.stack.versions in ({}, new.stack.versions)
         and old.stored_verdict == new.stored_verdict
         and old.state == new.state == "expected"
     )
@@ -305,9 +307,7 @@ def describe_side(name: str, rows: Iterable[Row]) -> str:
 
 
 def _gpus(row: Row) -> str:
-    names = Counter(
-        row.hardware.description["GPUs"].split(", ") if "GPUs" in row.hardware.description else ()
-    )
+    names = Counter(row.hardware.gpus)
     return f" ({', '.join(f'{count}x {name}' for name, count in names.items())})" if names else ""
 
 
@@ -317,15 +317,15 @@ def describe_row(row: Row | None) -> str:
         return "no result is stored"
     kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
     outcomes = ", ".join(f"{kind} {count}/{row.kinds.total()}" for kind, count in kinds)
-    parts = [
-        f"{row.stored_verdict}, " if row.stored_verdict else "",
-        outcomes or row.skipped or row.text or "not measured",
-    ]
-    parts += [f" ({', '.join(row.failure_ids)})"] if row.failure_ids else []
-    return "".join(parts) + (f": {row.text}" if row.failure_ids and row.text else "")
+    verdict = f"{row.stored_verdict}, " if row.stored_verdict else ""
+    text = verdict + (outcomes or row.skipped or row.text or "not measured")
+    if row.failure_ids:
+        text += f" ({', '.join(row.failure_ids)})"
+        text += f": {row.text}" if row.text else ""
+    return text
 
 
-def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
+def describe_diff(diff: Diff, everything: bool) -> Iterator[str]:
     """Yield lines, the most important first.
 
     Changes of one case with the same text are listed together.
@@ -339,26 +339,22 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
             )
         if not groups:
             continue
-        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind]})")
+        yield ""
+        yield f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind]})"
         listed = list(groups.items())
         for key, group in listed if everything else listed[:SHOWN]:
             yield f"  {key[0]} {_places(group, everything)}"
-            yield from (
-                f"    {label}{text}" for label, text in zip(("before: ", "now:    "), key[1:])
-            )
+            for label, text in zip(("before: ", "now:    "), key[1:]):
+                yield f"    {label}{text}"
         if len(listed) > SHOWN and not everything:
             yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
     reasons: dict[str, list[Row]] = {}
     for row, reason in diff.incomparable:
         reasons.setdefault(reason, []).append(row)
     if reasons:
-        yield from (
-            "",
-            (
-                f"NOT_COMPARED: {counted(len(diff.incomparable), 'variant')}, measured with other"
-                " settings"
-            ),
-        )
+        variants = counted(len(diff.incomparable), "variant")
+        yield ""
+        yield f"NOT_COMPARED: {variants}, measured with other settings"
     for reason, rows in reasons.items():
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         yield f"  {reason}: {rows[0].cell_id} variant {rows[0].variant}{more}"
@@ -368,7 +364,8 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
     summary = f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed"
     if one_side:
         summary += f", {one_side} measured on one side only"
-    yield from ("", summary)
+    yield ""
+    yield summary
 
 
 def _places(changes: Sequence[Change], everything: bool) -> str:

@@ -14,14 +14,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from repro_matrix import git
 from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.quarantine import Quarantine
-from repro_matrix.changes import history
 from repro_matrix.changes.diff import describe_row
-from repro_matrix.changes.history import NightlyRun, by_place
+from repro_matrix.changes.history import (
+    NightlyRun,
+    by_place,
+    check_one_commit,
+    load_history,
+    make_run,
+    store_run,
+)
 from repro_matrix.changes.missing import SHOWN, MissingResult, describe_missing, find_missing
 from repro_matrix.changes.regressions import (
     ChangedCase,
@@ -34,9 +40,8 @@ from repro_matrix.config import project
 from repro_matrix.errors import ExitCode, MeasureError, ResultsError
 from repro_matrix.paths import file_lock
 from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
-from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
-from repro_matrix.results.runs import Run
+from repro_matrix.results.runs import ENDED, Run
 from repro_matrix.text import counted, list_some
 
 NOTHING_COMPARED = (
@@ -116,16 +121,16 @@ def finish_night(night: Night, folder: Path) -> NightReport:
     except OSError as error:
         raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
     with file_lock(folder / ".lock"):
-        stored = history.load_history(folder)
+        stored = load_history(folder)
         ids = [run.run_id for run in stored]
         replaced = night.run_id in ids
         earlier = stored[: ids.index(night.run_id)] if replaced else stored
-        tonight = history.make_run(night.run_id, night.side.rows, packages=night.side.packages)
+        tonight = make_run(night.run_id, night.side.rows, packages=night.side.packages)
         compared = _compare(night, tonight, earlier)
         findings = list(_judge(night, compared))
         code = _exit_code(night, findings)
         quarantined = tuple(sorted(compared.since.quarantined))
-        history.store_run(folder, replace(tonight, exit_code=code, quarantined=quarantined))
+        store_run(folder, replace(tonight, exit_code=code, quarantined=quarantined))
         _store_locks(night, folder)
     report = _describe(night, compared, findings, code)
     if replaced:
@@ -136,7 +141,7 @@ def finish_night(night: Night, folder: Path) -> NightReport:
 
 def _check(side: Side) -> None:
     if side.rows:
-        history.check_one_commit(side.rows)
+        check_one_commit(side.rows)
     elif side.unreadable:
         count = counted(len(side.unreadable), "file")
         raise MeasureError(f"{side.name}: no results: {count} could not be read")
@@ -169,22 +174,20 @@ def _compare(night: Night, tonight: NightlyRun, earlier: Sequence[NightlyRun]) -
 
 def _judge(night: Night, compared: NightComparison) -> Iterator[NightFinding]:
     """Yield every reason why the night does not pass: first what differs, then what is missing."""
-    side, rows = night.side, by_place(night.side.rows).values()
+    side = night.side
+    rows = by_place(night.side.rows).values()
     if compared.changed:
         yield NightFinding(True, f"results of {counted(len(compared.changed), 'case')} changed")
     unexpected = compared.since.unexpected(side.rows, night.acknowledged)
     yield from _rows_finding(True, "result", "not as expected", unexpected)
-    cells = {row.cell_id for row in rows}
-    for entry in night.quarantined:
-        if entry.until < night.today and entry.cell in cells:
-            yield NightFinding(True, entry.describe_expired())
+    for text in quarantine.expired(rows, night.quarantined, night.today):
+        yield NightFinding(True, text)
     if night.run_exit_code:
         yield NightFinding(False, f"the runs ended with exit code {night.run_exit_code}")
     for run in side.runs:
         if not _is_finished(run):
             yield NightFinding(False, f"{run.folder}: the run did not end")
-    if compared.unchanged_since:
-        before = compared.unchanged_since
+    if before := compared.unchanged_since:
         yield NightFinding(False, f"this run is stored as {before}: nothing was measured since")
     if side.unreadable:
         yield NightFinding(False, f"{counted(len(side.unreadable), 'file')} could not be read")
@@ -201,10 +204,9 @@ def _judge(night: Night, compared: NightComparison) -> Iterator[NightFinding]:
     yield from _rows_finding(False, "result", "not as predicted", predicted)
     lacking = [cell for cell in side.lacking if cell not in {row.cell_id for row in other}]
     if lacking:
+        reason = f"{counted(len(lacking), 'cell')} not measured completely"
         text = f"Not measured completely: {list_some(lacking, SHOWN, '; ')}"
-        yield NightFinding(
-            False, f"{counted(len(lacking), 'cell')} not measured completely", [text]
-        )
+        yield NightFinding(False, reason, [text])
     if not any(row.kinds for row in rows):
         yield NightFinding(False, "nothing was measured")
 
@@ -234,7 +236,8 @@ def _store_locks(night: Night, folder: Path) -> None:
 def _describe(
     night: Night, compared: NightComparison, findings: Sequence[NightFinding], code: int
 ) -> NightReport:
-    since, rows = compared.since, by_place(night.side.rows)
+    since = compared.since
+    rows = by_place(night.side.rows)
     notes = list(describe_missing(each for each in compared.missing if each.excuse))
     if since.new:
         cells = counted(len(since.new), "cell")
@@ -272,80 +275,23 @@ def _describe(
 
 def not_committed() -> list[str]:
     """Return uncommitted files of expectations and the quarantine, which are not reviewed."""
-    own, places = project.current(), (project.current().expected, quarantine.file())
+    own = project.current()
+    places = (own.expected, quarantine.file())
     return [file for place in places for file in git.uncommitted_files(own.folder, [place])]
 
 
 def _is_finished(run: Run) -> bool:
     """Return whether a run ended, and left out cells only because of its time limit."""
     limited = any(text.startswith("time_limit=") for text in run.texts)
-    return run.state == runs.ENDED and (limited or not run.left)
+    return run.state == ENDED and (limited or not run.left)
 
 
 def stored_lock(folder: Path, stack: str, run_id: str) -> Path:
     return folder / "locks" / f"{stack}-{run_id}.txt"
 
 
-RunBisect = Callable[[list[str], float], "tuple[dict[str, Any] | None, str]"]
-
-
-class Bisections:
-    """Bisect changes between two runs' locks, for at most ``seconds`` in all."""
-
-    def __init__(
-        self, folder: Path, run_id: str, seconds: float, run: RunBisect | None = None
-    ) -> None:
-        self.folder, self.run_id = folder, run_id
-        self.run = run or run_bisect
-        self.deadline = time.monotonic() + seconds
-
-    def report(self, changed: ChangedCase) -> str | None:
-        """Return the report, or why there is none.
-
-        None: the stack has no lock, or nothing to bisect changed.
-        """
-        good, bad = (
-            stored_lock(self.folder, changed.stack, each)
-            for each in (changed.passing.run_id, self.run_id)
-        )
-        changes = [change for change in changed.changes if change.kind not in NOT_BISECTED]
-        if not bad.is_file() or not changes:
-            return None
-        if not good.is_file():
-            return f"Not bisected: no lock of {changed.passing.run_id} is stored."
-        if good.read_bytes() == bad.read_bytes():
-            return "Not bisected: both runs had the same lock, so no release caused the change."
-        row, variant = changes[0].row, changes[0].variant
-        words = [
-            "bisect",
-            row.case,
-            "--good",
-            str(good),
-            "--bad",
-            str(bad),
-            "--variant",
-            variant,
-            "--any-change",
-        ]
-        words += [
-            *row.axes,
-            f"hardware={row.hardware.profile}",
-            f"results={self.folder / 'bisect'}",
-        ]
-        command, left = shlex.join(["repro", *words]), self.deadline - time.monotonic()
-        if left <= 0:
-            return f"Not bisected: no time left (--bisect-time). Run `{command}`."
-        print(f"bisecting for at most {left:.0f} s: {command}", file=sys.stderr, flush=True)
-        data, reason = self.run(words, left)
-        return (
-            str(data["report"])
-            if data and data.get("report")
-            else f"{reason}. Continue with `{command}`."
-        )
-
-
-def run_bisect(words: list[str], seconds: float) -> tuple[dict[str, Any] | None, str]:
-    """Run `repro bisect --json`; return its result, or None and the reason.
+def run_bisect(words: list[str], seconds: float) -> tuple[str, str]:
+    """Run `repro bisect --json`; return its report, or "" and the reason.
 
     Its probes stay stored.
     """
@@ -359,8 +305,43 @@ def run_bisect(words: list[str], seconds: float) -> tuple[dict[str, Any] | None,
                 process.communicate(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
-            return None, f"Not finished after {seconds:.0f} s"
+            return "", f"Not finished after {seconds:.0f} s"
     try:
-        return json.loads(output), ""
+        return json.loads(output)["report"], ""
     except ValueError:
-        return None, f"The bisection failed with exit code {process.returncode}"
+        return "", f"The bisection failed with exit code {process.returncode}"
+
+
+def bisect_change(
+    changed: ChangedCase,
+    folder: Path,
+    run_id: str,
+    deadline: float,
+    run: Callable[[list[str], float], tuple[str, str]] = run_bisect,
+) -> str | None:
+    """Bisect a change between two runs' locks; return the report, or why there is none.
+
+    None: the stack has no lock, or nothing to bisect changed. ``deadline``: of time.monotonic().
+    """
+    before = changed.passing.run_id
+    good, bad = (stored_lock(folder, changed.stack, each) for each in (before, run_id))
+    changes = [change for change in changed.changes if change.kind not in NOT_BISECTED]
+    if not bad.is_file() or not changes:
+        return None
+    if not good.is_file():
+        return f"Not bisected: no lock of {before} is stored."
+    if good.read_bytes() == bad.read_bytes():
+        return "Not bisected: both runs had the same lock, so no release caused the change."
+    row = changes[0].row
+    variant = changes[0].variant
+    ends = ["--good", str(good), "--bad", str(bad)]
+    place = [*row.axes, f"hardware={row.hardware.profile}"]
+    words = ["bisect", row.case, *ends, "--variant", variant, "--any-change", *place]
+    words.append(f"results={folder / 'bisect'}")
+    command = shlex.join(["repro", *words])
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return f"Not bisected: no time left (--bisect-time). Run `{command}`."
+    print(f"bisecting for at most {left:.0f} s: {command}", file=sys.stderr, flush=True)
+    report, reason = run(words, left)
+    return report or f"{reason}. Continue with `{command}`."

@@ -152,7 +152,8 @@ class Past:
         outcomes as this one count with it: a fix may stop working in two steps. If attempts agree
         on a result that is not the expected one, chance is not the reason.
         """
-        kinds, again = Counter(row.kinds), row.kinds.keys() == self.recent.keys()
+        kinds = Counter(row.kinds)
+        again = row.kinds.keys() == self.recent.keys()
         pools = [(self.earlier + self.recent, kinds)]
         if again and self.earlier:
             pools.append((self.earlier, self.recent + kinds))
@@ -259,7 +260,8 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
 
     An exit code of 3 passes, too: less was measured than requested.
     """
-    cells, found = {row.cell for row in rows}, list[NightlyRun]()
+    cells = {row.cell for row in rows}
+    found = list[NightlyRun]()
     before = runs_before(folder)
     for run in [each for each in before if each.exit_code in (0, 3)][-KEPT:]:
         notes: list[str] = []
@@ -311,7 +313,8 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
 
 def _worked(row: Row, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
     """Return FIXED and its run, if the newest older release on this hardware shows that."""
-    place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
+    place = (row.cell_id, row.hardware.profile, row.variant)
+    versions = row.stack.versions
     found = [
         (run.versions(one.stack.name), one.stored_verdict, run.run_id)
         for run in passing

@@ -11,9 +11,8 @@ from pathlib import Path
 from repro_matrix.baseline.derivation import lacking
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
-from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
-from repro_matrix.results.runs import Run
+from repro_matrix.results.runs import Run, named_folders, read_run
 from repro_matrix.results.summary import load_rows
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
@@ -49,31 +48,30 @@ class Side:
         """All packages of each stack, if the runs stored them."""
         return {stack: each for run in self.runs for stack, each in run.stacks.items()}
 
-    def values(self, axis: str) -> list[str]:
-        """Return the value of an axis of each row."""
-        index = AXES.index(axis)
-        return [(row.case, row.model, row.strategy, *row.cell[1:])[index] for row in self.rows]
-
     def select(self, texts: Sequence[str]) -> Side:
         """Return the rows that ``NAME=GLOB,...`` choose.
 
         Raises ConfigError: unknown axis, or no row left.
         """
-        left = self
+        rows = self.rows
         for name, patterns in patterns_of(texts).items():
-            pairs = zip(left.rows, left.values(name))
             rows = [
                 row
-                for row, value in pairs
-                if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns)
+                for row in rows
+                if any(fnmatch.fnmatchcase(axes_of(row)[name], pattern) for pattern in patterns)
             ]
             if not rows:
-                known = ", ".join(sorted(set(self.values(name)))[:8])
+                known = sorted({axes_of(row)[name] for row in self.rows})
                 raise ConfigError(
-                    f"{self.name}: no result has {name}={','.join(patterns)}. Present: {known}."
+                    f"{self.name}: no result has {name}={','.join(patterns)}. Present:"
+                    f" {', '.join(known[:8])}."
                 )
-            left = replace(left, rows=rows)
-        return left
+        return replace(self, rows=rows)
+
+
+def axes_of(row: Row) -> dict[str, str]:
+    """Return the values of ``AXES``."""
+    return dict(zip(AXES, (row.case, row.model, row.strategy, *row.cell[1:])))
 
 
 def _in_folder(row: Row, folder: Path) -> Row:
@@ -87,7 +85,7 @@ def load_sides(names: Sequence[str]) -> list[Side]:
     A wrong name is found before any folder is read. Raises ResultsError: it is neither, or contains
     no result; MeasureError: none of its results can be read.
     """
-    folders = {name: runs.named_folders(name) for name in names}
+    folders = {name: named_folders(name) for name in names}
     stacks = [name for name in names if not any(each.exists() for each in folders[name])]
     for folder in (each for name in folders.keys() - stacks for each in folders[name]):
         _check_folder(folder)
@@ -110,7 +108,8 @@ def _load_stacks(names: Sequence[str]) -> dict[str, Side]:
     for name in names:
         if os.sep in name or name.startswith(("~", ".")):
             raise ResultsError(f"{name}: no such folder of results")
-    sides, stacks = {name: Side(name) for name in names}, set()
+    sides = {name: Side(name) for name in names}
+    stacks = set()
     for folder in (folder for folder in project.published() if folder.is_dir()):
         notes: list[str] = []
         for row in load_rows(folder, notes=notes):
@@ -143,12 +142,12 @@ def _check_folder(root: Path) -> None:
         raise ResultsError(f"{root}: no such folder of results")
 
 
-def load_folder(root: Path, name: str = "") -> Side:
+def load_folder(root: Path) -> Side:
     """Load the results in a folder. Raises ResultsError: there is none; OSError."""
-    side = Side(name or str(root))
+    side = Side(str(root))
     _check_folder(root)
     rows = load_rows(root, notes=side.unreadable)
-    side.runs = [run for run in [runs.read_run(root)] if run]
+    side.runs = [run for run in [read_run(root)] if run]
     side.rows = [_in_folder(row, root) for row in rows]
     side.lacking = list(dict.fromkeys(row.cell_id for row in lacking(rows)))
     cases = catalog.load().cases

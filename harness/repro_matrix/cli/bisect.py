@@ -16,7 +16,6 @@ package is the cause.
 from __future__ import annotations
 
 import shlex
-import threading
 from pathlib import Path
 
 import click
@@ -101,7 +100,7 @@ def _of_case(args: options.Arguments) -> tuple[Prober, str, str]:
         args, {"variants": "bisect one variant with --variant NAME"}
     )
     variant = one_variant(case, args.variant)
-    return Prober(request, log, threading.Event(), variants=[variant]), variant, base
+    return Prober(request, variant), variant, base
 
 
 def _of_script(args: options.Arguments) -> tuple[Prober, str, str]:

@@ -13,7 +13,6 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less 
 from __future__ import annotations
 
 import shlex
-import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,12 +90,12 @@ def main(args: options.Arguments) -> int:
             "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS"
             " or a second script."
         )
-    stop, window, checked = threading.Event(), two_sides.Window(args.steps, args.from_step), {}
+    window, checked = two_sides.Window(args.steps, args.from_step), {}
     varied = {}
     if scripts.varies(args):
         varied = {side: scripts.configurations(each)[0] for side, each in sides.items()}
-    runner = CellRunner(log, stop)
-    with workspace.interruptible(stop, log), runner:
+    runner = CellRunner()
+    with workspace.interruptible(runner.stop, log), runner:
         found = two_sides.compare_trainings(runner, (one, built[0]), (other, built[1]), window)
         for (side, chosen), stack in zip(varied.items(), built):
             checked[side] = consistency.check_consistency(runner, chosen, stack, window)[0]
@@ -109,7 +108,7 @@ def main(args: options.Arguments) -> int:
     lines = [*two_sides.describe_comparison(found), *(f"  note: {text}" for text in notes)]
     lines = [one_line(text) for text in lines]
     if args.html:
-        page = render_comparison(data, found.good.grid(found.bad.trace), lines, command)
+        page = render_comparison(data, found.good.grid(found.bad.trace), lines)
         write_report(Path(args.html).expanduser(), page)
     if args.json:
         print_json(data)

@@ -14,7 +14,6 @@ agree, 1 the script contradicts itself, 2 usage, 3 not everything could be check
 from __future__ import annotations
 
 import shlex
-import threading
 from dataclasses import replace
 
 import click
@@ -44,9 +43,8 @@ def main(args: options.Arguments) -> int:
 
     chosen, base = scripts.configurations(args)
     stack = in_shell(replace(stacks.resolve(base, say=log), name=base))
-    stop = threading.Event()
-    runner = CellRunner(log, stop)
-    with workspace.interruptible(stop, log), runner:
+    runner = CellRunner()
+    with workspace.interruptible(runner.stop, log), runner:
         found, runs = consistency.check_consistency(
             runner, chosen, stack, Window(args.steps, args.from_step)
         )

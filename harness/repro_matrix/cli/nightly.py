@@ -19,6 +19,7 @@ last passing run are missing
 from __future__ import annotations
 
 import re
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -109,10 +110,13 @@ def main(args: options.Arguments) -> int:
     )
     report = nightly.finish_night(night, history)
     print_notes(report.notes)
-    bisections = nightly.Bisections(history, run_id, seconds)
+    deadline = time.monotonic() + seconds
     target = Path(args.issues).expanduser() if args.issues else history / "issues" / run_id
     for case, changes in report.changed.items():
-        reports = {each.stack: text for each in changes if (text := bisections.report(each))}
+        reports = {}
+        for each in changes:
+            if text := nightly.bisect_change(each, history, run_id, deadline):
+                reports[each.stack] = text
         title, text = to_issue(changes, run_id, args.page, reports)
         write_report(target / f"{case}.md", text)
         print(f"{title}: {target / case}.md")

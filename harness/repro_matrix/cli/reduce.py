@@ -11,7 +11,6 @@ attempts are left.
 from __future__ import annotations
 
 import shlex
-import threading
 from dataclasses import replace
 
 import click
@@ -26,7 +25,7 @@ from repro_matrix.runner import run as workspace
 from repro_matrix.runner.adhoc_case import in_shell
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
-from repro_matrix.search.reduce import CaseReduction, Limits, ScriptReduction
+from repro_matrix.search.reduce import CaseReduction, ScriptReduction
 from repro_matrix.text import log
 
 
@@ -35,10 +34,8 @@ from repro_matrix.text import log
 @click.option("--variant", help="of a case: the variant to reduce (default: the first)")
 @click.option("--max-probes", type=click.IntRange(1), metavar="N", help="launch at most N attempts")
 def main(args: options.Arguments) -> int:
-    stop = threading.Event()
-    search: CaseReduction | ScriptReduction
-    search = _script(args, stop) if scripts.names_script(args) else _case(args, stop)
-    with workspace.interruptible(stop, log), search:
+    search = _script(args) if scripts.names_script(args) else _case(args)
+    with workspace.interruptible(search.stop, log), search:
         data = search.run()
     text = report.render_search("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
@@ -57,17 +54,17 @@ def main(args: options.Arguments) -> int:
     return 0 if data["done"] else 3
 
 
-def _case(args: options.Arguments, stop: threading.Event) -> CaseReduction:
+def _case(args: options.Arguments) -> CaseReduction:
     _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
-    return CaseReduction(args.variant, request, _stack(spec), args.max_probes, log, stop)
+    return CaseReduction(args.variant, request, _stack(spec), args.max_probes)
 
 
-def _script(args: options.Arguments, stop: threading.Event) -> ScriptReduction:
+def _script(args: options.Arguments) -> ScriptReduction:
     if args.command:
         raise ConfigError("reduce varies --args: write ./train.py --args ... instead of --.")
     script, spec, settings = scripts.script_of(args)
-    stack, limits = in_shell(_stack(spec)), Limits(settings.repeat or 1, args.max_probes)
-    return ScriptReduction(script, args.case, args.script_args, stack, limits, log, stop)
+    stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
+    return ScriptReduction(script, args.case, args.script_args, stack, repeat, args.max_probes)
 
 
 def _stack(spec: str) -> Stack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import shlex
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from repro_matrix.runner import adhoc_case, script_failure
 from repro_matrix.runner.adhoc_case import Script
 from repro_matrix.runner.script_failure import ScriptFailure
 from repro_matrix.search.script_prober import ScriptProber
-from repro_matrix.text import log
 
 if TYPE_CHECKING:
     from repro_matrix.compare.consistency import Configuration
@@ -147,7 +145,7 @@ def script_prober(args: Arguments, needs_limit: bool = True) -> tuple[ScriptProb
     script, base, settings = script_of(args, needs_limit)
     against_itself = varies(args)
     if not args.numbers and not against_itself:
-        return ScriptProber(script, log, threading.Event(), settings.repeat), base
+        return ScriptProber(script, settings.repeat), base
     from repro_matrix.compare.consistency import ConsistencyProber  # numpy
     from repro_matrix.compare.two_sides import NumbersProber, Window
 
@@ -159,11 +157,11 @@ def script_prober(args: Arguments, needs_limit: bool = True) -> tuple[ScriptProb
             raise ConfigError(
                 "--numbers: remove --vary and --ranks. `repro bisect --numbers` takes both."
             )
-        return NumbersProber(script, window, log, threading.Event()), base
+        return NumbersProber(script, window), base
     if settings.repeat:
         raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
     given = [f"--vary={text}" for text in args.vary]
     if args.ranks:
         given.insert(0, f"--ranks={args.ranks}")
     chosen = configurations(args)[0]
-    return ConsistencyProber(chosen, given, window, log, threading.Event()), base
+    return ConsistencyProber(chosen, given, window), base

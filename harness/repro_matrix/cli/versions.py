@@ -11,7 +11,6 @@ measures the probes side by side, in jobs of a cluster.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -123,7 +122,7 @@ def _prober(args: options.Arguments) -> tuple[Prober, str]:
     if scripts.names_script(args):
         return scripts.script_prober(args)
     _, request, base = options.case_of(args)
-    return Prober(request, log, threading.Event()), base
+    return Prober(request), base
 
 
 def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> Version | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -21,7 +20,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.records.document import Document
 from repro_matrix.runner.adhoc_case import Script
-from repro_matrix.search.prober import PASSED, REPRODUCED, CellRunner, ProbeAnswer, Say, Target
+from repro_matrix.search.prober import PASSED, REPRODUCED, CellRunner, ProbeAnswer, Target
 from repro_matrix.search.script_prober import ScriptProber
 from repro_matrix.text import counted
 from repro_matrix.traces.invariance import by_design
@@ -42,7 +41,7 @@ class VariedSetting:
 
     labels: tuple[str, ...]
     words: str
-    ranks: int | None = None
+    ranks: int | None
 
 
 def option_choices(option: str, text: str) -> list[VariedSetting]:
@@ -113,25 +112,18 @@ def combinations(axes: Sequence[Sequence[VariedSetting]]) -> list[tuple[VariedSe
     The last ones together are added, unless they set the same option.
     """
     first = tuple(axis[0] for axis in axes)
-    found = [
-        first,
-        *(
-            (*first[:at], other, *first[at + 1 :])
-            for at, axis in enumerate(axes)
-            for other in axis[1:]
-        ),
-    ]
+    found = [first]
+    for at, axis in enumerate(axes):
+        found += [(*first[:at], other, *first[at + 1 :]) for other in axis[1:]]
     options = [
         word
         for axis in axes
         for word in {word.partition("=")[0] for word in axis[-1].words.split()}
         if word.startswith("-")
     ]
-    return (
-        [*found, tuple(axis[-1] for axis in axes)]
-        if len(axes) > 1 and len(set(options)) == len(options)
-        else found
-    )
+    if len(axes) > 1 and len(set(options)) == len(options):
+        found.append(tuple(axis[-1] for axis in axes))
+    return found
 
 
 def of_trainer(script: Script) -> str:
@@ -170,21 +162,15 @@ def of_trainer(script: Script) -> str:
     size = int(batch)
     count = int(steps)
     rows = [(ranks, size, count, False), (ranks, size, count, True)]
-    rows += [(ranks, size // 2, 2 * count, False)] if size % 2 == 0 else []
-    rows += (
-        [(1, size * ranks, count, False)]
-        if ranks > 1
-        else [(2, size // 2, count, False)]
-        if size % 2 == 0
-        else []
-    )
+    if size % 2 == 0:
+        rows.append((ranks, size // 2, 2 * count, False))
+    if ranks > 1:
+        rows.append((1, size * ranks, count, False))
+    elif size % 2 == 0:
+        rows.append((2, size // 2, count, False))
     counts, *values = (",".join(map(str, column)) for column in zip(*rows))
-    return " ".join(
-        [
-            counts,
-            *(f"--{name} {{{each}}}" for name, each in zip((BATCH, STEPS, CHECKPOINTING), values)),
-        ]
-    )
+    lists = zip((BATCH, STEPS, CHECKPOINTING), values)
+    return " ".join([counts, *(f"--{name} {{{each}}}" for name, each in lists)])
 
 
 @dataclass(frozen=True)
@@ -224,36 +210,28 @@ class Consistency:
 
     def name(self, members: Sequence[int]) -> str:
         """Name a group by what it alone has, else by all that its members have in common."""
-        rest = [at for at in range(len(self.labels)) if at not in members]
-        places = [
-            place
-            for place in range(len(self.labels[0]))
-            if len({self.labels[at][place] for at in members}) == 1
-        ]
-        shared = [self.labels[members[0]][place] for place in places]
-        own = [
-            label
-            for label, place in zip(shared, places)
-            if all(self.labels[at][place] != label for at in rest)
-        ]
-        varied = [
-            label
-            for label, place in zip(shared, places)
-            if len({each[place] for each in self.labels}) > 1
-        ]
+        own = []
+        varied = []
+        for labels in zip(*self.labels):
+            label = labels[members[0]]
+            if {labels[at] for at in members} != {label}:
+                continue
+            if labels.count(label) == len(members):
+                own.append(label)
+            if set(labels) != {label}:
+                varied.append(label)
         return " ".join(dict.fromkeys(own or varied)) or f"the {len(members)} others"
 
     def sentence(self) -> str:
-        texts = list(
-            dict.fromkeys(f"{text} agree" for group in self.groups for text in self._varied(group))
-        )
+        agreeing = (self._varied(group) for group in self.groups if len(group) > 1)
+        texts = list(dict.fromkeys(f"{text} agree" for text in agreeing))
         pairs = [
             " and ".join(self.name(self._group(each)) for each in pair) for pair in self.differences
         ]
-        texts += (
-            [f"{pairs[0]} differ: {self.words(*next(iter(self.differences)))}"] if pairs else []
-        )
-        texts += [f"so do {', '.join(pairs[1:])}"] if pairs[1:] else []
+        if pairs:
+            texts.append(f"{pairs[0]} differ: {self.words(*next(iter(self.differences)))}")
+        if pairs[1:]:
+            texts.append(f"so do {', '.join(pairs[1:])}")
         sizes = sorted(map(len, self.groups))
         if self.differences and len(sizes) > 1 and sizes[-1] > max(1, sizes[-2]):
             odd = [self.name(group) for group in self.groups if len(group) < sizes[-1]]
@@ -268,13 +246,9 @@ class Consistency:
     def _group(self, member: int) -> list[int]:
         return next(group for group in self.groups if member in group)
 
-    def _varied(self, group: Sequence[int]) -> Iterator[str]:
-        if len(group) > 1:
-            lists = [
-                dict.fromkeys(self.labels[at][place] for at in group)
-                for place in range(len(self.labels[0]))
-            ]
-            yield "; ".join(dict.fromkeys(" and ".join(each) for each in lists if len(each) > 1))
+    def _varied(self, group: Sequence[int]) -> str:
+        lists = [dict.fromkeys(labels[at] for at in group) for labels in zip(*self.labels)]
+        return "; ".join(dict.fromkeys(" and ".join(each) for each in lists if len(each) > 1))
 
     def words(self, one: int, other: int) -> str:
         """Return where two differ; neither is called good."""
@@ -340,25 +314,20 @@ def check_consistency(
             runs.append(None)
             return str(error)
         runs.append(run)
-        return (
-            ""
-            if run.trace.steps and not run.problem
-            else run.problem or "it ended without a step. Does it train?"
-        )
+        if run.trace.steps:
+            return run.problem
+        return run.problem or "it ended without a step. Does it train?"
 
     def compare(one: int, other: int) -> tuple[Location, str]:
-        good = leaders[one] = leaders.get(one) or GoodSide(
-            runner, chosen[one].script, stack, window
-        )
+        if one not in leaders:
+            leaders[one] = GoodSide(runner, chosen[one].script, stack, window)
+        good = leaders[one]
         run = runs[other]
         assert run is not None
         location = good.locate(run.trace)
-        noise = [each.trace for each in good.noise]
-        return location, (
-            by_design(location, good.run.trace, run.trace, noise)
-            if location.verdict == "differs"
-            else ""
-        )
+        if location.verdict != "differs":
+            return location, ""
+        return location, by_design(location, good.run.trace, run.trace, good.noise_traces)
 
     return group([each.labels for each in chosen], compare, problem), runs
 
@@ -390,26 +359,20 @@ def describe_consistency(found: Consistency, runs: Sequence[Traced | None]) -> I
     for (one, other), location in {**found.agreements, **found.differences}.items():
         coverage = location.coverage
         result = "agree" if location.verdict == "agrees" else "differ"
-        counts = (
-            (coverage.aligned, "tensor"),
-            (coverage.steps, "step"),
-            (coverage.shared, "shared sample"),
+        text = (
+            f"{counted(coverage.aligned, 'tensor')}, {counted(coverage.steps, 'step')},"
+            f" {counted(coverage.shared, 'shared sample')}"
         )
-        text = ", ".join(counted(*each) for each in counts)
-        text += (
-            f"; off by at most {short(location.largest)} of the tolerance"
-            if location.largest
-            else ""
-        )
+        if location.largest:
+            text += f"; off by at most {short(location.largest)} of the tolerance"
         yield f"  {one + 1} and {other + 1} {result}: {text}"
         yield from (f"    also: {text}" for text in location.also)
     for at, run in enumerate(runs):
-        where = (
-            f"{run.script.command.shown} on stack {run.stack.name}; what ran: {run.trace.strategy}"
-            if run
-            else ""
-        )
-        yield f"  {at + 1}: {where or 'did not run'}"
+        where = "did not run"
+        if run:
+            shown = run.script.command.shown
+            where = f"{shown} on stack {run.stack.name}; what ran: {run.trace.strategy}"
+        yield f"  {at + 1}: {where}"
 
 
 # -- searches
@@ -421,20 +384,13 @@ class ConsistencyProber(ScriptProber):
     ``given``: the options that say what varies.
     """
 
-    def __init__(
-        self,
-        chosen: Sequence[Configuration],
-        given: list[str],
-        window: Window,
-        say: Say,
-        stop: threading.Event,
-    ) -> None:
+    def __init__(self, chosen: Sequence[Configuration], given: list[str], window: Window) -> None:
         self.chosen = chosen
         self.given = given
         self.window = window
         script = chosen[0].script
         failure = replace(script.failure, text="the script contradicts itself")
-        super().__init__(replace(script, trace=window.variables(), failure=failure), say, stop)
+        super().__init__(replace(script, trace=window.variables(), failure=failure))
 
     def learn(self, good: Target, bad: Target) -> None:
         """Learn nothing: the failure needs no end of a search."""
@@ -449,13 +405,7 @@ class ConsistencyProber(ScriptProber):
         if answer.label != PASSED:
             return answer
         found, _ = check_consistency(self, self.chosen, stack, self.window)
-        detail = found.sentence()
-        labels = {0: PASSED, 1: REPRODUCED}
-        return replace(
-            answer,
-            label=labels.get(found.exit_code),
-            detail=detail,
-            counted=1,
-            failure=detail if found.differences else "",
-            reproductions=int(found.exit_code == 1),
-        )
+        answer = replace(answer, detail=found.sentence(), counted=1)
+        if found.differences:
+            return replace(answer, label=REPRODUCED, reproductions=1, failure=answer.detail)
+        return answer if found.exit_code == 0 else replace(answer, label=None)

@@ -20,12 +20,12 @@ CSS = """
 
 
 def render_comparison(
-    found: Mapping[str, Any], grid: Mapping[str, Any], lines: Sequence[str], command: str
+    found: Mapping[str, Any], grid: Mapping[str, Any], lines: Sequence[str]
 ) -> str:
     """Return the page.
 
-    ``found``: Comparison.to_json(); ``grid``: of repro_matrix.traces; ``lines``: the answer as a
-    terminal shows it.
+    ``found``: Comparison.to_json() and the command; ``grid``: of repro_matrix.traces; ``lines``:
+    the answer as a terminal shows it.
     """
     css = (TEMPLATES / "page.css").read_text(encoding="utf-8") + CSS
     rows = [_row(row) for row in grid["rows"]]
@@ -38,7 +38,6 @@ def render_comparison(
             lines=lines,
             grid={**grid, "rows": rows},
             outside=sum(row["outside"] for row in rows),
-            command=command,
             css=Markup(css),
             policy=policy(css, ""),
         )

@@ -9,7 +9,6 @@ stored like those of `repro run ./train.py`, together with their traces, and non
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +30,10 @@ from repro_matrix.search.prober import (
     CellRunner,
     ProbeAnswer,
     SameResult,
-    Say,
     Target,
 )
 from repro_matrix.search.script_prober import ScriptProber
-from repro_matrix.text import counted, first_line
+from repro_matrix.text import counted, first_line, log
 from repro_matrix.traces.comparison import grid, locate
 from repro_matrix.traces.location import Location
 from repro_matrix.traces.reader import Trace
@@ -58,17 +56,15 @@ class Window:
             "REPRO_TRACE_FROM": str(self.first),
             "REPRO_TRACE_STOP": "1",
         }
-        return {**found, **({} if noise is None else {"REPRO_TRACE_NOISE": str(noise)})}
+        if noise is not None:
+            found["REPRO_TRACE_NOISE"] = str(noise)
+        return found
 
     def words(self) -> list[str]:
         """Return the options that differ from the usual ones."""
-        options = {"--steps": (self.steps, 3), "--from-step": (self.first, 0)}
-        return [
-            word
-            for name, (value, usual) in options.items()
-            if value != usual
-            for word in (name, str(value))
-        ]
+        steps = ["--steps", str(self.steps)] if self.steps != 3 else []
+        first = ["--from-step", str(self.first)] if self.first else []
+        return steps + first
 
 
 @dataclass(frozen=True)
@@ -86,17 +82,11 @@ class Traced:
     def problem(self) -> str:
         """Return how the script failed, why it has no trace, or nothing."""
         outcome = self.made["outcome"]
-        logs = (rank["log_tail"] for rank in self.made["observation"]["ranks"])
         if outcome["outcome"] != "passed":
             return first_line(outcome["reason"])
-        return next(
-            (
-                found[0]
-                for log in logs
-                if (found := re.search(r"no trace of this process: .*", log))
-            ),
-            "",
-        )
+        logs = "\n".join(rank["log_tail"] for rank in self.made["observation"]["ranks"])
+        found = re.search(r"no trace of this process: .*", logs)
+        return found[0] if found else ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -170,12 +160,16 @@ class GoodSide:
             return traced(runner, replace(script, forks=False), stack, window, seed)
         return run
 
+    @property
+    def noise_traces(self) -> list[Trace]:
+        return [each.trace for each in self.noise]
+
     def locate(self, bad: Trace) -> Location:
-        return locate(self.run.trace, bad, [each.trace for each in self.noise])
+        return locate(self.run.trace, bad, self.noise_traces)
 
     def grid(self, bad: Trace) -> dict[str, Any]:
         """Return steps across, modules down (traces.comparison.grid)."""
-        return grid(self.run.trace, bad, [each.trace for each in self.noise])
+        return grid(self.run.trace, bad, self.noise_traces)
 
 
 @dataclass(frozen=True)
@@ -188,10 +182,14 @@ class Comparison:
     def exit_code(self) -> int:
         return {"agrees": 0, "differs": 1}.get(self.location.verdict, 3)
 
+    @property
+    def versions(self) -> dict[str, tuple[str, str]]:
+        """Return the packages that differ."""
+        return version_differences(self.good.run.stack.versions, self.bad.stack.versions)
+
     def to_json(self) -> dict[str, Any]:
         location = self.location
         good = self.good
-        changed = version_differences(good.run.stack.versions, self.bad.stack.versions)
         return {
             "schema": 1,
             "verdict": location.verdict,
@@ -200,7 +198,7 @@ class Comparison:
             "good": good.run.to_json(),
             "bad": self.bad.to_json(),
             "noise": [each.to_json() for each in good.noise],
-            "versions": {name: list(pair) for name, pair in changed.items()},
+            "versions": {name: list(pair) for name, pair in self.versions.items()},
         }
 
 
@@ -219,12 +217,10 @@ def compare_trainings(
 def describe_comparison(found: Comparison) -> Iterator[str]:
     """Yield the answer first, then what supports it."""
     location = found.location
-    coverage = found.location.coverage
-    why = (
-        f" ({found.bad.problem})"
-        if location.verdict == "inconclusive" and found.bad.problem
-        else ""
-    )
+    coverage = location.coverage
+    why = ""
+    if location.verdict == "inconclusive" and found.bad.problem:
+        why = f" ({found.bad.problem})"
     yield f"{location.sentence()}{why}"
     if coverage.seldom[0] and location.verdict == "agrees":
         yield (
@@ -252,18 +248,15 @@ def describe_comparison(found: Comparison) -> Iterator[str]:
         )
         if side.problem:
             yield f"    it did not end well: {side.problem}"
-    changed = version_differences(found.good.run.stack.versions, found.bad.stack.versions)
     pairs = [
         f"{name} {one or 'absent'} -> {other or 'absent'}"
-        for name, (one, other) in changed.items()
+        for name, (one, other) in found.versions.items()
         if name in RELEVANT or (one and other)
     ]
-    rest = (
-        f"; {counted(len(changed) - len(pairs), 'other package')} on one side only"
-        if len(changed) > len(pairs)
-        else ""
-    )
-    yield "  versions: " + (", ".join(pairs) or "the same on both sides") + rest
+    versions = ", ".join(pairs) or "the same on both sides"
+    if others := len(found.versions) - len(pairs):
+        versions += f"; {counted(others, 'other package')} on one side only"
+    yield f"  versions: {versions}"
     yield from (f"  note: {text}" for text in coverage.notes)
 
 
@@ -277,11 +270,11 @@ class NumbersProber(ScriptProber):
     place or size is another failure.
     """
 
-    def __init__(self, script: Script, window: Window, say: Say, stop: threading.Event) -> None:
+    def __init__(self, script: Script, window: Window) -> None:
         self.window = window
         self.wanted: Location | None = None  # of the bad end
         self._found: list[Location] = []  # one of each size at each place
-        super().__init__(replace(script, trace=window.variables()), say, stop)
+        super().__init__(replace(script, trace=window.variables()))
 
     def measure_good(self, good: Target) -> None:
         """Trace the good end, also with noise."""
@@ -309,7 +302,7 @@ class NumbersProber(ScriptProber):
         self.use(
             replace(self.script.failure, text=f"the numbers differ: {found.stage}, {found.place}")
         )
-        self.say(f"{bad.name} differs from {good.name}: {found.sentence()}")
+        log(f"{bad.name} differs from {good.name}: {found.sentence()}")
 
     def command(self, spec: str, variant: str) -> list[str]:
         """Return the `repro compare` command of the good end and a stack."""
@@ -337,7 +330,8 @@ class NumbersProber(ScriptProber):
         if found.verdict != "differs":
             return answer
         first = next((each for each in self._found if found.repeats(each)), found)
-        self._found += [found] if first is found else []
+        if first is found:
+            self._found.append(found)
         if wanted in (None, first):
             return replace(
                 answer,

@@ -13,11 +13,12 @@ from repro_matrix.baseline.advice import advice
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.tracebacks import Error
+from repro_matrix.match.collectives import LogHang
 from repro_matrix.match.errors import callers, memory_of, where
 from repro_matrix.match.lines import MAX_LINE
 from repro_matrix.match.log_failure import LogAnswer, LogFailure
 from repro_matrix.match.scan import Finding, Scanned
-from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
+from repro_matrix.text import counted, first_line, list_some, one_line, wrap
 
 MOST_FAILURES = 8  # of a log that are listed; --json has all
 MOST_VARIANTS = 4
@@ -37,56 +38,63 @@ def log_json(
 ) -> dict[str, Any]:
     """Return what is known of one log, with stable keys."""
     versions, source = versions_of(seen, given)
-    found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names}
-    found["training_ended"] = seen.progress.ended
-    found["failures"] = [_failure_json(failure, seen, versions) for failure in answer.failures]
-    found["remarks"] = [
-        asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks
-    ]
-    found["recovered"] = [_summary(each) for each in answer.recovered]
-    found["hang"] = None
-    if answer.hang:
-        waits = {rank: asdict(wait) for rank, wait in sorted(answer.hang.waits.items())}
-        found["hang"] = {
-            "text": str(answer.hang),
-            "waits": waits,
-            "silent": answer.hang.silent,
-            "like": answer.like,
-        }
-    found |= {"kinds": answer.kinds, "findings": [asdict(finding) for finding in answer.findings]}
-    found |= {
+    advised = {name: advice(cases[name], versions) for name in answer.names}
+    return {
+        "log": path,
+        "lines": seen.lines,
+        "recognized": answer.names,
+        "training_ended": seen.progress.ended,
+        "failures": [_failure_json(failure, seen, versions) for failure in answer.failures],
+        "remarks": [
+            asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks
+        ],
+        "recovered": list(map(_summary, answer.recovered)),
+        "hang": _hang_json(answer.hang, answer.like) if answer.hang else None,
+        "kinds": answer.kinds,
+        "findings": list(map(asdict, answer.findings)),
         "versions": versions,
         "versions_source": source,
         "versions_unclear": seen.versions.unclear,
+        "unread": {str(line): problem for problem, line in seen.unread.items()},
+        "cut": sorted(seen.cut),
+        "root_cause_rank": seen.summary.root,
+        "advice": {name: asdict(each) if each else None for name, each in advised.items()},
     }
-    found["unread"] = {str(line): problem for problem, line in seen.unread.items()}
-    found["cut"] = sorted(seen.cut)
-    found["root_cause_rank"] = seen.summary.root
-    advised = {name: advice(cases[name], versions) for name in answer.names}
-    found["advice"] = {name: asdict(each) if each else None for name, each in advised.items()}
-    return found
+
+
+def _hang_json(hang: LogHang, like: Sequence[str]) -> dict[str, Any]:
+    return {
+        "text": str(hang),
+        "waits": {rank: asdict(wait) for rank, wait in sorted(hang.waits.items())},
+        "silent": hang.silent,
+        "like": like,
+    }
 
 
 def _failure_json(
     failure: LogFailure, seen: Scanned, versions: Mapping[str, str]
 ) -> dict[str, Any]:
-    error, names = failure.error, ("line", "type", "message", "ranks", "count", "whole", "mixed")
-    found = {name: getattr(error, name) for name in names}
-    found |= {
-        name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")
-    }
-    kind = failure.rule.name if failure.rule else None
-    found |= {
-        "kind": kind,
+    error = failure.error
+    rule = failure.rule
+    names = ("line", "type", "message", "ranks", "count", "whole", "mixed")
+    refusal = None
+    if failure.kind and rule and rule.library:
+        refusal = {
+            "library": rule.library,
+            "meaning": rule.title,
+            "change": rule.actions(versions),
+            "numbers": rule.explain(error.message, seen.several_ranks),
+        }
+    return {
+        **{name: getattr(error, name) for name in names},
+        "known": list(map(asdict, failure.known)),
+        "perhaps": list(map(asdict, failure.perhaps)),
+        "kind": rule.name if rule else None,
         "raised_in": where(error),
         "called_from": callers(error),
         "echo": failure.echo,
+        "refusal": refusal,
     }
-    found["refusal"] = None
-    if failure.kind and (rule := failure.rule) and rule.library:
-        refusal = {"library": rule.library, "meaning": rule.title, "change": rule.actions(versions)}
-        found["refusal"] = refusal | {"numbers": rule.explain(error.message, seen.several_ranks)}
-    return found
 
 
 def versions_of(seen: Scanned, given: Versions | None) -> Versions:
@@ -103,7 +111,6 @@ def log_lines(
     answer: LogAnswer,
     cases: Mapping[str, Case],
     given: Versions | None = None,
-    width: int = WIDTH,
 ) -> list[str]:
     """Return the lines that describe one log (templates/answer.txt.j2)."""
     known, source = versions_of(seen, given)
@@ -129,7 +136,6 @@ def log_lines(
             "seen": seen,
             "answer": answer,
             "cases": cases,
-            "rules": rules(),
             "known": known,
             "source": source,
             "versions": [
@@ -142,15 +148,12 @@ def log_lines(
             "echoes": sorted({f"{each.type} (line {each.line})" for each in others}),
             "once": once,
             "actions": actions,
-            "who": lambda failure: _who(failure.error, seen.summary.root),
-            "meaning": lambda failure: _meaning(failure, cases),
-            "first_to_end": lambda ends: _first_to_end(ends, seen.summary.root),
         }
     )
     found = []
     for line in filter(str.strip, text.split("\n")):
         indent = len(line) - len(line.lstrip())
-        found += wrap(line.strip(), " " * indent, 4 if indent == 2 else 2, width)
+        found += wrap(line.strip(), " " * indent, 4 if indent == 2 else 2)
     return found
 
 
@@ -163,17 +166,25 @@ def _template() -> jinja2.Template:
         "advice": advice,
         "callers": callers,
         "ends_of": _ends_of,
+        "first_to_end": _first_to_end,
+        "meaning": _meaning,
         "memory_of": memory_of,
         "max_line": MAX_LINE,
         "most_failures": MOST_FAILURES,
         "most_variants": MOST_VARIANTS,
         "place": _place,
+        "rules": rules(),
         "title": _error_text,
         "where": where,
+        "who": _who,
     }
-    filters = (counted, first_line, one_line)
-    environment.filters |= {each.__name__: each for each in filters}
-    environment.filters |= {"describe": _summary, "list_some": list_some}
+    environment.filters |= {
+        "counted": counted,
+        "describe": _summary,
+        "first_line": first_line,
+        "list_some": list_some,
+        "one_line": one_line,
+    }
     return environment.get_template("answer.txt.j2")
 
 

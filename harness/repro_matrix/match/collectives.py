@@ -59,7 +59,7 @@ class Wait:
     rank: int | None
     group: str
     sequence: int | None
-    op: str = ""
+    op: str
     limit_s: float | None = None
     size: str = ""  # of its tensor, "10 elements" or its shape
     offset: int = 0  # the rank less that in its process group
@@ -80,13 +80,15 @@ class Waits:
 
     def read(self, line: Line) -> None:
         """Read a line that may be about a collective."""
-        text, number = line.text, line.number
+        text = line.text
+        number = line.number
         if "raised the following async exception" in text:
             # an error of NCCL ended the collective: nothing waited for the limit that the line
             # names
             return
         if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
-            self.line, self.last = self.line or number, number
+            self.line = self.line or number
+            self.last = number
         for found in _FINGERPRINT.finditer(text):
             entered = int(found[2]) if found[2] else None
             self.fingerprints[int(found[1])] = Wait(
@@ -101,18 +103,20 @@ class Waits:
             self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1] or barrier[2]))
         work, at, group = (pattern.search(text) for pattern in (_WORK, _AT_WORK, _GROUP))
         ranks = [int(each) for each in _RANK.findall(line.label + text)]
-        sequence = (work and work["sequence"]) or (at and at[1])
+        fields = work.groupdict("") if work else defaultdict(str)
+        sequence = fields["sequence"] or (at and at[1])
         if (work or sequence) and len(self.waits) < MAX_WAITS:
-            limit = work["limit"] if work else None
+            limit = fields["limit"]
+            size = fields["size"]
             self.waits.append(
                 Wait(
                     number,
                     ranks[0] if ranks else line.rank,
                     group[1] if group else "",
                     int(sequence) if sequence else None,
-                    work["op"] if work else "",
+                    fields["op"],
                     int(limit) / 1000 if limit else None,
-                    f"{work['size']} elements" if work and work["size"] else "",
+                    f"{size} elements" if size else "",
                     ranks[0] - ranks[1] if ranks[1:] else 0,
                 )
             )
@@ -124,10 +128,10 @@ class LogHang:
 
     line: int
     waits: Mapping[int, Wait]  # the earliest collective of each rank, of one process group
-    unknown: tuple[Wait, ...] = ()  # of ranks that the log does not name
-    absent: tuple[int, ...] = ()  # ranks that did not enter it, as the log says
-    last: int = 0  # the last line that reports it
-    mismatch: bool = False  # torch's check of collectives found different ones
+    unknown: tuple[Wait, ...]  # of ranks that the log does not name
+    absent: tuple[int, ...]  # ranks that did not enter it, as the log says
+    last: int  # the last line that reports it
+    mismatch: bool  # torch's check of collectives found different ones
 
     @property
     def kind(self) -> str:
@@ -145,7 +149,8 @@ class LogHang:
         same = (
             len({str(wait) for wait in waits}) == 1 and collective_kind(waits[0].op) != "alltoall"
         )
-        return same and all(wait.size for wait in waits) and len({wait.size for wait in waits}) > 1
+        sizes = {wait.size for wait in waits}
+        return same and "" not in sizes and len(sizes) > 1
 
     @property
     def silent(self) -> tuple[int, ...]:
@@ -172,10 +177,8 @@ class LogHang:
         who = list_ranks(first[1]) if first[1] else "a rank that is not named"
         text = f"{who} {waited} in {first[0]}"
         if others:
-            text += (
-                " while"
-                f" {', '.join(f'{list_ranks(ranks)} waited in {place}' for place, ranks in others)}"
-            )
+            there = (f"{list_ranks(ranks)} waited in {place}" for place, ranks in others)
+            text += f" while {', '.join(there)}"
         if len({collective_kind(wait.op) for wait in self.waits.values() if wait.op}) > 1:
             return f"{text}: the ranks took different paths"
         if self.sizes_differ:
@@ -197,7 +200,7 @@ class LogHang:
         )
 
 
-def hang_of(found: Waits, since: int = 0) -> LogHang | None:
+def hang_of(found: Waits, since: int) -> LogHang | None:
     """Return what the collected lines show together; None where none reports a hang.
 
     ``since``: the line of a step after which only what follows counts; training went on for long
@@ -213,7 +216,8 @@ def hang_of(found: Waits, since: int = 0) -> LogHang | None:
     ops = {(wait.rank, wait.sequence): wait for wait in reversed(found.waits) if wait.op}
     groups = {(wait.rank, wait.sequence): wait.group for wait in found.waits if wait.group}
     waits = dict(found.fingerprints)
-    unknown, first = [], ""
+    unknown = []
+    first = ""
     for wait in found.waits:
         known = ops.get((wait.rank, wait.sequence), wait)
         group = groups.get((wait.rank, wait.sequence), "")
@@ -229,15 +233,12 @@ def hang_of(found: Waits, since: int = 0) -> LogHang | None:
 
 def cases_like(hang: LogHang, cases: Iterable[Case]) -> list[str]:
     """Return the known hangs whose ranks wait in the same kinds of collectives."""
-    wanted = {
-        case.slug: [each.collective.kinds for each in case.signatures if each.collective]
-        for case in cases
-    }
+
+    def waits_so(kinds: Iterable[str]) -> bool:
+        return all(any(re.fullmatch(kind, each) for each in hang.kinds) for kind in kinds)
+
     return [
-        slug
-        for slug, listed in wanted.items()
-        if any(
-            all(any(re.fullmatch(kind, each) for each in hang.kinds) for kind in kinds)
-            for kinds in listed
-        )
+        case.slug
+        for case in cases
+        if any(waits_so(each.collective.kinds) for each in case.signatures if each.collective)
     ]

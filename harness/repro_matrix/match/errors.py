@@ -90,7 +90,9 @@ def completed(record: Mapping[str, Any]) -> Exception_:
     Records do not contain the kit's frames either. A message of several lines is repeated as one
     line, because a terminal may have wrapped it.
     """
-    kind, module, message = str(record["type"]), str(record["module"]), str(record["message"])
+    kind = str(record["type"])
+    module = str(record["module"])
+    message = str(record["message"])
     if "\n" in message:
         message += "\n" + " ".join(message.split())
     python = getattr(builtins, kind, None)
@@ -99,7 +101,9 @@ def completed(record: Mapping[str, Any]) -> Exception_:
         bases = [base.__name__ for base in python.__mro__[1:-1]]
     if bases and module and module.partition(".")[0] not in ("builtins", *UPSTREAM):
         # mylib.ValueError only has the name of Python's
-        kind, module, bases = (f"{module}.{kind}", "", [])
+        kind = f"{module}.{kind}"
+        module = ""
+        bases = []
     frames: list[Frame] = [
         frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])
     ]
@@ -156,12 +160,9 @@ def where(error: Error) -> str:
 
 def _place_text(place: Mapping[str, Any]) -> str:
     names = module_names(place["file"])
-    at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
-    return (
-        f"{names[0]}.{place['function']} ({at})"
-        if len(names) == 1
-        else f"{place['function']} ({at})"
-    )
+    module = f"{names[0]}." if len(names) == 1 else ""
+    line = f":{place['line']}" if place["line"] else ""
+    return f"{module}{place['function']} ({place['file']}{line})"
 
 
 def callers(error: Error) -> list[str]:

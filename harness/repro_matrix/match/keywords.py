@@ -100,7 +100,8 @@ class SignatureIndex:
         self._parts: dict[bytes, list[bytes]] = {}
         for each in self.words:
             self._parts.setdefault(max(each.split(), key=len), []).append(each)
-        self._present, self._tokens = list[bytes](), set[bytes]()
+        self._present = list[bytes]()
+        self._tokens = set[bytes]()
         self._patterns: dict[tuple[bytes, ...], LinePatterns | None] = {(): None}
 
     def patterns_of(self, shapes: set[bytes]) -> dict[bytes, LinePatterns | None]:

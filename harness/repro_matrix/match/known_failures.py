@@ -141,13 +141,8 @@ def _failure(error: Error, catalogue: SignatureIndex, seen: Scanned) -> LogFailu
     ambiguous = {
         item.case for item in perhaps if any(text.startswith(_AMBIGUOUS) for text in item.missing)
     }
-    perhaps.sort(
-        key=lambda item: (
-            item.case in catalogue.simulated,
-            item.case in ambiguous,
-            len(item.missing),
-        )
-    )
+    simulated = catalogue.simulated
+    perhaps.sort(key=lambda i: (i.case in simulated, i.case in ambiguous, len(i.missing)))
     names = list(dict.fromkeys(item.case for item in known))
     if len(names) == 1:
         return LogFailure(error, tuple(known))
@@ -196,12 +191,8 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
     if signature.package == "torch" and error.places and clear and not signature.frames:
         copied = signature.model_copy(update={"package": None})
         if matches(copied, error):
-            return (
-                (
-                    f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of"
-                    " its code, or cut"
-                ),
-            )
+            place = f"raised in {module_of(error)}, not in {signature.package}"
+            return (f"{place}: perhaps a copy of its code, or cut",)
     if error.mixed and not signature.ambiguous_with:
         return (_MIXED,) if matches(unframed.model_copy(update={"package": None}), error) else None
     if (error.whole and not error.mixed) or (error.signal and not error.stack):
@@ -266,11 +257,9 @@ def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bo
     texts = [
         error.message,
         *(f"{place['file']} {place['function']} {place.get('code')}" for place in error.places),
+        *(note.text for note in seen.notes),
     ]
-    return any(
-        re.search(ambiguous_with.ruled_out_by, text)
-        for text in (*texts, *(note.text for note in seen.notes))
-    )
+    return any(re.search(ambiguous_with.ruled_out_by, text) for text in texts)
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:

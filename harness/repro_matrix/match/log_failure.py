@@ -77,7 +77,7 @@ class LogFailure:
 
 @dataclass
 class LogAnswer:
-    failures: list[LogFailure] = field(default_factory=list)  # the first cause first, echoes last
+    failures: list[LogFailure]  # the first cause first, echoes last
     remarks: list[KnownFailure] = field(default_factory=list)  # warnings that are a known failure's
     evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
     hang: LogHang | None = None

@@ -16,10 +16,12 @@ FEW_STEPS = 2  # that the other ranks still make, where no label tells them apar
 
 def recover(answer: LogAnswer, seen: Scanned, serious: Iterable[Finding]) -> None:
     """Move what training overcame to ``recovered``: it went on, and none of it ended the run."""
-    progress, hang = seen.progress, answer.hang
+    progress = seen.progress
+    hang = answer.hang
     later = max(_fatal_lines(answer), default=0)
     if hang and (progress.recovered(hang.last) or progress.goes_on(hang.last, later)):
-        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
+        answer.hang = None
+        answer.recovered = [Finding(hang.line, None, hang.kind, str(hang))]
     ends = [each.last for each in serious if rules()[each.kind].ends_process]
     ends += [error.last for error in seen.errors if is_launcher(error)]
     crashed = answer.hang or any(last > progress.overcome for last in ends)
@@ -76,10 +78,8 @@ def _was_caught(failure: LogFailure, causes: list[LogFailure], progress: StepPro
     A later error must follow these steps. It must be of the same process if the steps may come from
     a buffer.
     """
-    error, explained = (
-        failure.error,
-        failure.known or failure.perhaps or (failure.rule and not failure.rule.library),
-    )
+    error = failure.error
+    explained = failure.known or failure.perhaps or (failure.rule and not failure.rule.library)
     if explained or failure.echo or not error.type:
         return False
     later = [each.error for each in causes if each.error.type]

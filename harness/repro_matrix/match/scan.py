@@ -128,7 +128,8 @@ class ScanSummary:
         if found and found["rank"]:
             self.rank = int(found["rank"])
             if self._root_next:
-                self.root, self._root_next = self.rank, False
+                self.root = self.rank
+                self._root_next = False
 
 
 # --- lines that show a kind of failure (config/failure_rules.yaml)
@@ -194,23 +195,17 @@ class StepProgress:
 
     def read(self, batch: list[str], shapes: list[bytes], first: int) -> None:
         """Read the steps of a batch of lines, the last ones only."""
-        ends = (
-            (batch[at], first + at) for at in range(len(batch) - 1, -1, -1) if batch[at].strip()
-        )
-        self.last = next(ends, self.last)
-        numbers = (
-            at
-            for at in range(len(batch) - 1, -1, -1)
-            if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
-        )
-        last = list(islice(numbers, STEPS))[::-1]
+
+        def is_step(at: int) -> bool:
+            return b"loss" in shapes[at].lower() and bool(_STEP.search(batch[at]))
+
+        places = range(len(batch))
+        filled = ((batch[at], first + at) for at in reversed(places) if batch[at].strip())
+        self.last = next(filled, self.last)
+        last = list(islice(filter(is_step, reversed(places)), STEPS))
         if last and not self.first:
-            self.first = first + next(
-                at
-                for at in range(len(batch))
-                if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
-            )
-        self.steps.extend((first + at, batch[at].strip()) for at in last)
+            self.first = first + next(filter(is_step, places))
+        self.steps.extend((first + at, batch[at].strip()) for at in reversed(last))
 
     def findings(self) -> Iterator[Finding]:
         """Yield what each of the last steps shows."""
@@ -218,7 +213,8 @@ class StepProgress:
             if rule.place == "every_step" and all(
                 re.search(rule.text, text) for _, text in self.steps
             ):
-                (line, text), (last, _) = self.steps[0], self.steps[-1]
+                line, text = self.steps[0]
+                last, _ = self.steps[-1]
                 yield Finding(line, None, rule.name, text[:MAX_NOTE], last=last)
 
     @property
@@ -278,7 +274,7 @@ class Note:
 
     line: int
     text: str
-    file: str = ""  # of the module that a warning blames
+    file: str  # of the module that a warning blames
 
 
 @dataclass
@@ -316,7 +312,10 @@ _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 def scan(texts: Iterable[str], known: SignatureIndex) -> Scanned:
     """Scan the lines of a log."""
-    found, errors, labels, remaining = Scanned(), Errors(), Labels(), iter(texts)
+    found = Scanned()
+    errors = Errors()
+    labels = Labels()
+    remaining = iter(texts)
     answers: dict[bytes, LinePatterns | None] = {}
     times: Counter[bytes] = Counter()
     skipped: dict[bytes, tuple[int, str, LinePatterns | None]] = {}
@@ -379,7 +378,8 @@ def _note(found: Scanned, line: Line, patterns: LinePatterns, errors: Errors, ta
         found.summary.read(text)
     if "waits" in patterns.readers:
         found.waits.read(line)
-    message, rule = patterns.message_in(text), rule_of(text, patterns.rules)
+    message = patterns.message_in(text)
+    rule = rule_of(text, patterns.rules)
     if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
     elif rule and (not taken or rule.shows == "end") and not _mentions(rule, text):
@@ -407,7 +407,8 @@ def _note(found: Scanned, line: Line, patterns: LinePatterns, errors: Errors, ta
 
 def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:
     """Note the last line of a training that is not complete, if no other line explains why."""
-    progress, text = found.progress, line.text[:MAX_NOTE]
+    progress = found.progress
+    text = line.text[:MAX_NOTE]
     shown = max([found.waits.last, *errors, *(each.last for each in found.findings.values())])
     if (progress.done and progress.ended) or not progress.after(shown) or _is_warning(text):
         return

@@ -20,7 +20,7 @@ from repro_matrix.changes.regressions import (
     compare_to_last_passing,
     since_last_passing,
 )
-from repro_matrix.changes.sides import AXES
+from repro_matrix.changes.sides import axes_of
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue, left_out
 from repro_matrix.config.schema import Case
@@ -171,11 +171,7 @@ def _for_report(row: Row, folder: Path, cases: Mapping[str, Case]) -> Row:
 
 
 def _is_selected(row: Row, case: Case, selection: Mapping[str, Sequence[str]]) -> bool:
-    values = dict(
-        zip(AXES, (row.case, row.model, row.strategy, row.stack.name, row.hardware.profile)),
-        area=case.area or "",
-        silent=str(case.silent).lower(),
-    )
+    values = axes_of(row) | {"area": case.area or "", "silent": str(case.silent).lower()}
     return all(
         any(fnmatchcase(values[axis], one) for one in patterns)
         for axis, patterns in selection.items()

@@ -16,6 +16,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import Generic, TypeVar
 
+MISS = 0.01  # the probability with which a flaky point may look good
+MOST_REPEATS = 100
 Label = Hashable | None  # None: unknown
 Q = TypeVar("Q", bound=Hashable)
 A = TypeVar("A")
@@ -153,17 +155,17 @@ def bisect(
     return _boundary(trail.answers, low, high)
 
 
-def repeats_for(reproductions: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
+def repeats_for(reproductions: int, launches: int) -> int:
     """Return the number of launches after which a point counts as passing.
 
     One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point
-    would have passed with probability ``miss`` at most. A point that always failed is not known to
+    would have passed with probability ``MISS`` at most. A point that always failed is not known to
     be flaky: one launch is enough.
     """
     if reproductions == launches:
         return 1
     rate = reproductions / (launches + 1)  # conservative: few launches prove little
-    return min(most, max(2, math.ceil(math.log(miss) / math.log(1 - rate))))
+    return min(MOST_REPEATS, max(2, math.ceil(math.log(MISS) / math.log(1 - rate))))
 
 
 # -- version maps
@@ -175,7 +177,7 @@ def labels_of(trail: Trail[int, Mapping[str, Label]], variant: str) -> dict[int,
 
 
 def version_map(
-    trail: Trail[int, Mapping[str, Label]], count: int, variants: Sequence[str], samples: int = 8
+    trail: Trail[int, Mapping[str, Label]], count: int, variants: Sequence[str], samples: int
 ) -> None:
     """Probe samples, then narrow every change of every variant to neighbours.
 

@@ -7,9 +7,8 @@ reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 
 from packaging.version import InvalidVersion, Version
 
@@ -32,6 +31,7 @@ from repro_matrix.search.prober import (
     SameResult,
     Target,
 )
+from repro_matrix.text import log
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,30 @@ class Roles:
         if label == self.bad:
             return ChangeSide.BAD
         without = label == PASSED or str(label).startswith(OTHER_SIZE)  # does not show the failure
-        return (
-            ChangeSide.GOOD
-            if label == self.good or (not self.exact and without)
-            else ChangeSide.UNKNOWN
-        )
+        good = label == self.good or (not self.exact and without)
+        return ChangeSide.GOOD if good else ChangeSide.UNKNOWN
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """Hold a change between ``good`` and ``bad``, two of ``candidates`` targets.
+    """Hold a change between two of some targets.
 
-    ``points``: all probes, in order.
+    ``points``: all probes, by the index of their target, in the order in which they were made.
     """
 
     roles: Roles
-    candidates: int
+    targets: Sequence[Target]
     boundary: Boundary
-    points: list[Point]
-    good: Point
-    bad: Point
-    unknown: list[Point]  # between the two, probed without an answer
-    unprobed: list[Target]  # between the two
-    stopped: Stopped | None = None
+    points: Mapping[int, Point]
+    stopped: Stopped | None
+
+    @property
+    def good(self) -> Point:
+        return self.points[self.boundary.before]
+
+    @property
+    def bad(self) -> Point:
+        return self.points[self.boundary.after]
 
 
 @dataclass
@@ -94,9 +95,9 @@ class Search:
 
     prober: Prober
     variant: str
-    any_change: bool = False
-    clone: Clone | None = None
-    max_probes: int | None = None
+    any_change: bool
+    clone: Clone | None
+    max_probes: int | None
     stages: list[Stage] = field(default_factory=list)
     culprits: Culprits | None = None
     notes: list[str] = field(default_factory=list)
@@ -112,30 +113,25 @@ class Search:
         if is_release(good):
             self._releases(good, bad, package or "transformers", base)
         else:
-            self._stacks(good, bad, [package] if package else [])
+            self._stacks(good, bad, package)
 
     def _releases(self, good: str, bad: str, package: str, base: str) -> None:
         available = package_index.releases(package, yanked=True, pre=True)
         one, other = (package_index.exact(package, available, text) for text in (good, bad))
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
-        stacks.resolve(base, say=self.prober.say)
+        stacks.resolve(base, say=log)
         targets = release_line(package, base, one, other)
-        self.prober.expect([targets[0], targets[-1]])
-        self.prober.learn(targets[0], targets[-1])
         roles = self._roles(targets[0], targets[-1])
-        self.prober.say(f"both ends verified: {len(targets)} releases of {package}")
+        log(f"both ends verified: {len(targets)} releases of {package}")
         self._add(package, self._bisect(targets, roles))
 
-    def _stacks(self, good: str, bad: str, only: list[str]) -> None:
-        one, other = (stacks.resolve(spec, say=self.prober.say) for spec in (good, bad))
+    def _stacks(self, good: str, bad: str, only: str | None) -> None:
+        one, other = (stacks.resolve(spec, say=log) for spec in (good, bad))
         if good == bad or one.key == other.key:
             raise ConfigError(f"Good and bad are the same stack, {good}.")
-        ends = Target("the good stack", good), Target("the bad stack", bad)
-        self.prober.expect(ends)
-        self.prober.learn(*ends)
-        roles = self._roles(*ends)
-        self.prober.say("both stacks verified; now the packages in which they differ")
+        roles = self._roles(Target("the good stack", good), Target("the bad stack", bad))
+        log("both stacks verified; now the packages in which they differ")
         self.culprits = self._find_culprits(roles, good, one, other, only)
         members = self.culprits.members or ()
         for package in members:
@@ -169,7 +165,7 @@ class Search:
         base = (found.bad if older_is_good else found.good).target.spec
         commits = clone.between(good, bad)
         targets = [Target(f"commit {commit[:12]}", clone.stack(base, commit)) for commit in commits]
-        self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags")
+        log(f"{len(commits)} commits touch {clone.package} between the two tags")
         try:
             result = self._bisect(targets, found.roles)
         except Stopped as stopped:
@@ -195,26 +191,23 @@ class Search:
         """Probe a target, and a flaky failure as often as its rate requires; may raise Stopped."""
         point = self.prober.probe(target)
         answer = point.variants[self.variant]
-        if (
-            not answer.flaky
-            and answer.label not in (None, REPRODUCED)
-            and answer.counted < self.repeats
-        ):
-            point = self.prober.probe(
-                target, self.repeats
-            )  # one passing attempt of a flaky failure is no proof
+        passes = not answer.flaky and answer.label not in (None, REPRODUCED)
+        if passes and answer.counted < self.repeats:
+            # One passing attempt of a flaky failure is not proof.
+            point = self.prober.probe(target, self.repeats)
             answer = point.variants[self.variant]
         if answer.flaky:
-            self.repeats = max(
-                self.repeats, algorithms.repeats_for(answer.reproductions, answer.counted)
-            )
+            repeats = algorithms.repeats_for(answer.reproductions, answer.counted)
+            self.repeats = max(self.repeats, repeats)
         return point
 
     def _roles(self, good: Target, bad: Target) -> Roles:
-        """Verify the two ends.
+        """Define the failure by the two ends if necessary, and verify them.
 
         Raises MeasureError if an end has no answer, and ConfigError if the ends are wrong.
         """
+        self.prober.expect([good, bad])
+        self.prober.learn(good, bad)
         worse = self._ask(bad).variants[self.variant]
         better = self._ask(good).variants[self.variant]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
@@ -261,20 +254,10 @@ class Search:
             )
             raise ConfigError(f"Cannot bisect: the two ends do not differ as expected ({ends}).")
         stopped = trail.ended if isinstance(trail.ended, Stopped) else None
-        return Bisection(
-            roles,
-            len(targets),
-            boundary,
-            list(points.values()),
-            points[boundary.before],
-            points[boundary.after],
-            [points[i] for i in boundary.unknown],
-            [targets[i] for i in boundary.unprobed],
-            stopped,
-        )
+        return Bisection(roles, targets, boundary, points, stopped)
 
     def _find_culprits(
-        self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()
+        self, roles: Roles, spec: str, good: Stack, bad: Stack, only: str | None
     ) -> Culprits:
         """Return the smallest set of packages of ``bad`` that gives ``good`` the bad answer.
 
@@ -325,7 +308,9 @@ class Search:
 
 
 def _with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
-    return reduce(lambda text, item: stacks.with_release(text, *item), versions, spec)
+    for package, version in versions:
+        spec = stacks.with_release(spec, package, version)
+    return spec
 
 
 def _fixed(names: Iterable[str]) -> frozenset[str]:
@@ -337,14 +322,14 @@ def _fixed(names: Iterable[str]) -> frozenset[str]:
     return frozenset([*names, *UPSTREAM])
 
 
-def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
+def _candidates(changed: list[str], only: str | None) -> list[list[str]]:
     """Return the sets of packages to search, the cheapest first.
 
     Usual causes that can be installed on top of the same torch, all usual causes, then every
     package that differs.
     """
     if only:
-        return [[name for name in changed if name in only]]
+        return [[name for name in changed if name == only]]
     usual = [name for name in changed if name in RELEVANT]
     light = [name for name in usual if not too_heavy(parse_stack(f"x+{name}==0").swaps)]
     tries = [light, usual, changed]
@@ -353,12 +338,11 @@ def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
 
 def _untested(good: Stack, bad: Stack) -> tuple[str, ...]:
     """Return the differences between two stacks that no probe can test."""
-    pythons = good.versions.get("python", ""), bad.versions.get("python", "")
-    notes = (
-        [f"Python differs, too: {pythons[0]} and {pythons[1]}"] if pythons[0] != pythons[1] else []
-    )
-    for one, other, side in ((good, bad, "good"), (bad, good, "bad")):
-        alone = [name for name in RELEVANT if name in one.versions and name not in other.versions]
+    one, other = (stack.versions.get("python", "") for stack in (good, bad))
+    notes = [f"Python differs, too: {one} and {other}"] if one != other else []
+    for stack, without, side in ((good, bad, "good"), (bad, good, "bad")):
+        missing = stack.versions.keys() - without.versions.keys()
+        alone = [name for name in RELEVANT if name in missing]
         notes += [f"only the {side} stack has {', '.join(alone)}"] if alone else []
     return tuple(notes)
 

@@ -47,12 +47,14 @@ class Probe:
     @property
     def key(self) -> str:
         """Return a hash of the cell, its code and the stack. Variants and attempts can be added."""
-        cell, catalogue = self.request.cells[0], self.request.catalogue
+        cell = self.request.cells[0]
+        catalogue = self.request.catalogue
+        raw = catalogue.raw
         files = [
-            catalogue.raw[group][name]
-            for group, name in (("case", cell.case), ("model", cell.model))
+            raw["case"][cell.case],
+            raw["model"][cell.model],
+            raw["strategy"][cell.strategy],
         ]
-        files.append(catalogue.raw["strategy"][cell.strategy])
         code = code_hashes(catalogue, [cell.case])
         texts = self.request.texts(without=("results", "repeat", "jobs", "variants"))
         return short_hash(*map(str, (cell, self.stack.key, files, code, texts)))
@@ -77,7 +79,8 @@ class ProbeJobs:
         say: Callable[[str], None],
         stop: threading.Event,
     ) -> None:
-        self.results, self.stop = results, stop
+        self.results = results
+        self.stop = stop
         self.logs = results / JOBS
         self.jobs = Jobs(executor, self.logs, say)
         self.parts: dict[str, Part] = {}  # by the probe's key, of this command
@@ -128,10 +131,11 @@ class ProbeJobs:
         earlier: Probe | None = None
         with contextlib.suppress(Exception):  # none, or damaged
             earlier = pickle.loads(path.read_bytes())
+        variants = probe.variants
+        repeat = probe.repeat
         if earlier is None:
             self._copy_results(probe, folder)
-        variants, repeat = probe.variants, probe.repeat
-        if earlier is not None:
+        else:
             variants = tuple(dict.fromkeys([*earlier.variants, *variants]))
             repeat = max(earlier.repeat, repeat)
         if earlier is None or (variants, repeat) != (earlier.variants, earlier.repeat):
@@ -162,10 +166,10 @@ def main(folder: Path) -> int:
     from repro_matrix.search.prober import CellRunner
 
     probe = pickle.loads((folder / PROBE).read_bytes())
-    stop = threading.Event()
+    runner = CellRunner()
     runs.note(folder, [], runs.UNFINISHED)
     try:
-        with workspace.interruptible(stop, log), CellRunner(log, stop) as runner:
+        with workspace.interruptible(runner.stop, log), runner:
             runner.measure(probe.request, probe.stack, probe.variants, probe.repeat)
     except Stopped as stopped:
         log(f"repro: {stopped}")

@@ -66,15 +66,11 @@ def _packages(prober: Prober, searched: Collection[str]) -> Iterator[tuple[str, 
     versions: dict[str, str] = {}
     for document in (document_at(str(path)) for path in prober.launched if path.exists()):
         versions |= document["stack"]["versions"]
-        for made in (
-            each for variant in document["variants"].values() for each in variant["attempts"]
-        ):
-            logs = [rank["log_tail"] for rank in made["observation"]["ranks"]]
-            named.update(
-                re.findall(
-                    r"[a-z_]+", "\n".join([str(made["outcome"].get("reason")), *logs]).lower()
-                )
-            )
+        for variant in document["variants"].values():
+            for made in variant["attempts"]:
+                texts = [rank["log_tail"] for rank in made["observation"]["ranks"]]
+                texts.append(made["outcome"]["reason"])
+                named.update(re.findall(r"[a-z_]+", "\n".join(texts).lower()))
     count = {
         name: named[name.replace("-", "_")]
         for name in RELEVANT

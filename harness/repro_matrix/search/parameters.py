@@ -46,8 +46,8 @@ def with_value(config: Config, index: int, value: Value) -> Config:
     return (*config[:index], value, *config[index + 1 :])
 
 
-def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> tuple[Config, bool]:
-    """Return a minimal configuration, and True if the search is complete.
+def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> Config:
+    """Return a minimal configuration, or the best one so far if ``trail`` has ended.
 
     The given configuration is known to fail. Only an answer True makes it smaller. Numbers come
     first, since small values are cheap to probe: all at their simplest at once, else one after
@@ -70,37 +70,31 @@ def reduce(parameters: Sequence[Setting], trail: Trail[Config, bool | None]) -> 
             each.simplest if at in indexes else config[at] for at, each in enumerate(parameters)
         )
 
+    def lower(index: int) -> None:
+        now = best
+        values = parameters[index].values
+        smaller = values[: values.index(now[index]) + 1]
+        least(smaller, lambda value: reproduced(with_value(now, index, value)))
+
+    def simplify_choices() -> None:
+        now = best
+        large = [index for index in choices if now[index] != parameters[index].simplest]
+        ddmin(large, lambda kept: reproduced(simplify(now, set(large) - set(kept))))
+
     try:
-        while True:
+        before = None
+        while best != before:
             before = best
             if not reproduced(simplify(before, set(numbers))):
                 for index in numbers:
-                    now = best
-                    values = parameters[index].values
-                    lower = values[: values.index(now[index]) + 1]
-                    least(
-                        lower,
-                        lambda value, now=now, index=index: reproduced(  # type: ignore[misc]
-                            with_value(now, index, value)
-                        ),
-                    )
-            now = best
-            large = [index for index in choices if now[index] != parameters[index].simplest]
-            ddmin(
-                large,
-                lambda kept, now=now, large=large: reproduced(  # type: ignore[misc]
-                    simplify(now, set(large) - set(kept))
-                ),
-            )
-            if best == before:
-                break
+                    lower(index)
+            simplify_choices()
         for index in choices:
             for value in parameters[index].values:
                 trail.ask(with_value(best, index, value))
     except NoMoreProbes as ended:
         trail.ended = ended
-        return best, False
-    return best, True
+    return best
 
 
 def needed(parameter: Setting, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
@@ -226,14 +220,11 @@ def _sizes(given: Settings, reference: Settings) -> Iterator[Setting]:
 
 def _doubled(least_value: int, most: int) -> list[int]:
     """Double ``least_value`` while it is below ``most``; the list ends with ``most``."""
-    return [
-        *(
-            least_value << power
-            for power in range(most.bit_length())
-            if least_value << power < most
-        ),
-        most,
-    ]
+    values = []
+    while least_value < most:
+        values.append(least_value)
+        least_value *= 2
+    return [*values, most]
 
 
 # -- of a script: its arguments

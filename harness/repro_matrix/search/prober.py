@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,26 +18,25 @@ from typing import Any
 
 from repro_matrix.cluster.queue import check_slurm
 from repro_matrix.config import catalog
-from repro_matrix.config import selection as overrides
 from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.config.schema import Case
-from repro_matrix.config.selection import quoted
+from repro_matrix.config.selection import expand, quoted
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
-from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.errors import ConfigError, ExitCode, unknown
 from repro_matrix.grading.failure_text import comparable_text, failure_text
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.planning.cells import Cell, variants_of
-from repro_matrix.records.document import VariantRecord
+from repro_matrix.records.document import Document, VariantRecord
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import runs
 from repro_matrix.results.projection import error_at
-from repro_matrix.results.store import Document, Store
 from repro_matrix.runner import run as workspace
 from repro_matrix.runner import session, tracing
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.in_jobs import Probe, ProbeJobs
+from repro_matrix.text import log
 
 REPRODUCED = "reproduced"
 PASSED = "passed"
@@ -45,7 +44,6 @@ OTHER = "other_failure"
 OTHER_SIZE = "other_size"  # numbers differ where those of the bad end do, by another size
 # Settings that cannot change a result.
 NOT_REPEATED = ("case", "variants", "repeat", "results", "jobs", "keep")
-Say = Callable[[str], None]
 
 
 class SameResult(ConfigError):
@@ -66,10 +64,10 @@ class ProbeAnswer:
     reproductions: int = 0
     counted: int = 0  # attempts with evidence, of which ``reproductions`` reproduced the failure
     failure: str = ""  # the failure id that most attempts show
-    error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
-    infra_error: InfraErrorKind | None = field(default=None, compare=False)
-    torchrun: str | None = field(default=None, compare=False)  # the command to run it manually
-    document: str | None = field(default=None, compare=False)  # the stored result, of a reduction
+    error_at: str | None = None  # file:line of the first failure
+    infra_error: InfraErrorKind | None = None
+    torchrun: str | None = None  # the command to run it manually
+    document: str | None = None  # the stored result, of a reduction
 
     @property
     def reproduced(self) -> bool | None:
@@ -200,29 +198,41 @@ def one_variant(case: Case, name: str | None) -> str:
 def one_cell(request: Request) -> tuple[Case, Cell]:
     """Return the one case of a request and its one cell, or raise ConfigError."""
     name = request.selections[0].case[0]
-    if len(request.cells) != 1:
-        count = len(request.cells)
+    count = len(request.cells)
+    if count != 1:
         raise ConfigError(
             f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=."
         )
     return request.catalogue.cases[name], request.cells[0]
 
 
+def run_command(case: str, request: Request, spec: str, variant: str) -> list[str]:
+    """Return the `repro run` command of a variant; settings without effect are omitted."""
+    plain = spec.replace("==", "@")  # equivalent, and needs no quotes
+    stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
+    texts = request.texts(without=NOT_REPEATED)
+    return ["repro", "run", case, *texts, f"stack={stack}", f"variants={variant}"]
+
+
 class CellRunner(ExitStack):
     """Measure one cell after another with one launcher, which ``with`` ends.
 
-    Stored results are not measured again.
+    Stored results are not measured again. What takes time is logged.
     """
 
-    def __init__(self, say: Say, stop: threading.Event) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.say = say
-        self.stop = stop
+        self.stop = threading.Event()  # set by an interrupt
         self._place: workspace.Workplace | None = None
         self.jobs: ProbeJobs | None = None  # where attempts are launched; None: on this machine
         # result -> attempts that this command launched, and what they took
         self.launched: Counter[Path] = Counter()
         self.seconds: defaultdict[Path, float] = defaultdict(float)
+
+    def check_stop(self) -> None:
+        """Raise Stopped after an interrupt."""
+        if self.stop.is_set():
+            raise Stopped("interrupted", ExitCode.INTERRUPTED)
 
     def measure(
         self,
@@ -252,7 +262,8 @@ class CellRunner(ExitStack):
         """Return what ``measure`` does, from a job of a cluster."""
         document, path, now = jobs.result(probe)
         if now:
-            variants, made = document["variants"].values(), document["provenance"]
+            variants = document["variants"].values()
+            made = document["provenance"]
             self.launched[path] = sum(len(variant["attempts"]) for variant in variants)
             self.seconds[path] = (made["ended"] or made["started"]) - made["started"]
         return document, path, self.launched[path]
@@ -260,34 +271,28 @@ class CellRunner(ExitStack):
     def _execute(
         self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str
     ) -> tuple[Document, Path]:
-        if self.stop.is_set():
-            raise Stopped("interrupted", 130)
+        self.check_stop()
         began = time.monotonic()
         prepared = session.prepare(
             request.for_stack(stack.name, variants, repeat), given={stack.name: stack}
         )
         if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
-            shared = workspace.workplace(prepared.settings.launcher, gpus, self.say)
+            shared = workspace.workplace(prepared.settings.launcher, gpus, log)
             self._place = self.enter_context(shared)
         summary = workspace.execute(
             prepared,
-            lambda event: self.say(starting) if starting and event.kind == "start" else None,
+            lambda event: log(starting) if starting and event.kind == "start" else None,
             self.stop,
             resume=True,
-            on_warning=self.say,
+            on_warning=log,
             shared=self._place,
         )
-        if summary.problem or summary.interrupted:
-            raise Stopped(
-                str(summary.problem or "interrupted"),
-                summary.problem.exit_code if summary.problem else 130,
-            )
+        if summary.problem:
+            raise Stopped(str(summary.problem), summary.problem.exit_code)
+        self.check_stop()
         document = summary.documents[0]
-        store = Store(runs.results_folder(prepared.settings))
-        path = store.path_of(
-            document["hardware"]["profile"], document["stack"]["label"], document["cell_id"]
-        )
+        path = Path(document["path"])
         self.launched[path] += summary.attempts
         self.seconds[path] += time.monotonic() - began
         return document, path
@@ -296,22 +301,16 @@ class CellRunner(ExitStack):
 class Prober(CellRunner):
     """Probe one cell on many stacks.
 
-    ``variants``: only these (the first variant always among them); None: all that follow the stack.
+    ``variant``: only this one and the first; None: all that follow the stack.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        say: Say,
-        stop: threading.Event,
-        variants: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(say, stop)
+    def __init__(self, request: Request, variant: str | None = None) -> None:
+        super().__init__()
         self.request = request
         self.settings = request.settings
         self.case, self.cell = one_cell(request)
-        chosen = variants or self.settings.variants or self.case.variants
-        wanted = variants_of(self.case, overrides.expand("variant", chosen, self.case.variants))
+        chosen = [variant] if variant else self.settings.variants or self.case.variants
+        wanted = variants_of(self.case, expand("variant", chosen, self.case.variants))
         self.own_stack = {
             name: spec.stack
             for name, spec in self.case.variants.items()
@@ -319,7 +318,7 @@ class Prober(CellRunner):
         }
         self.variants = [variant for variant in wanted if variant not in self.own_stack]
         # The variant in the line of a probe.
-        self.shown = variants[-1] if variants else next(iter(self.variants), "")
+        self.shown = variant or next(iter(self.variants), "")
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was defined, for the report
@@ -334,17 +333,14 @@ class Prober(CellRunner):
                 " machine. Start the command in an allocation: salloc repro ..."
             )
         check_slurm()
-        self.jobs = ProbeJobs(executor, runs.results_folder(self.settings), self.say, self.stop)
+        self.jobs = ProbeJobs(executor, runs.results_folder(self.settings), log, self.stop)
 
     def learn(self, good: Target, bad: Target) -> None:
         """Define the failure by the two ends if the user did not; a case defines its own."""
 
     def command(self, spec: str, variant: str) -> list[str]:
-        """Return the `repro run` command of the variant; settings without effect are omitted."""
-        plain = spec.replace("==", "@")  # equivalent, and needs no quotes
-        stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-        texts = self.request.texts(without=NOT_REPEATED)
-        return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants={variant}"]
+        """Return the `repro run` command of the variant."""
+        return run_command(self.case.slug, self.request, spec, variant)
 
     def resolve(self, target: Target) -> Stack:
         """Return the target's stack, named by the specification that could be installed.
@@ -352,8 +348,8 @@ class Prober(CellRunner):
         Raises StackError.
         """
         if target.fixed:
-            return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
-        return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)
+            return stacks.resolve_compatible(target.spec, target.fixed, say=log)
+        return replace(stacks.resolve(target.spec, say=log), name=target.spec)
 
     def answer(self, document: Document, variant: str, stack: Stack) -> ProbeAnswer:
         """Return what the variant shows."""
@@ -384,14 +380,12 @@ class Prober(CellRunner):
         before = self.points.get(target.spec)
         if before is not None and (before.document is None or before.counted >= wanted):
             return replace(before, target=replace(target, spec=before.target.spec))
-        if self.stop.is_set():
-            raise Stopped("interrupted", 130)
+        self.check_stop()
         began = time.monotonic()
         try:
             stack = self.resolve(target)
         except StackError as error:
-            if self.stop.is_set():
-                raise Stopped("interrupted", 130) from None
+            self.check_stop()
             if error.infra_error:
                 raise Stopped(str(error), error.exit_code) from None
             # No such release, none for this Python, contradictory requirements: the answer is
@@ -419,5 +413,5 @@ class Prober(CellRunner):
         self.points[target.spec] = point
         answer = point.variants[self.shown]
         how = f"{point.wall_s:.1f} s" if point.attempts or not answer.counted else "stored"
-        self.say(f"{point.target.name}: {self.shown} {answer} ({how})")
+        log(f"{point.target.name}: {self.shown} {answer} ({how})")
         return point

@@ -7,10 +7,9 @@ launched again: a search continues when the same command is given again.
 from __future__ import annotations
 
 import shlex
-import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from repro_matrix.config.schema import VARIANT
@@ -25,8 +24,8 @@ from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober
 from repro_matrix.search.algorithms import NoMoreProbes, Trail, repeats_for
 from repro_matrix.search.parameters import OUT, Config, Setting, arguments_of
-from repro_matrix.search.prober import CellRunner, ProbeAnswer, Say
-from repro_matrix.text import counted
+from repro_matrix.search.prober import CellRunner, ProbeAnswer
+from repro_matrix.text import counted, log
 
 Json = dict[str, Any]
 CONFIRMED = 3  # attempts of the result: whether it fails every time
@@ -37,26 +36,21 @@ DEADLINE_FACTOR = 5.0  # an attempt's deadline: times the failure's duration
 MIN_DEADLINE_S = 20.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limit the attempts of one configuration, and of the whole reduction."""
-
-    repeat: int
-    max_attempts: int | None = None
-
-
 class Reduction(CellRunner):
-    """Find the smallest configuration that still fails."""
+    """Find the smallest configuration that still fails.
+
+    ``repeat``: attempts of one configuration. ``max_attempts``: of the whole reduction.
+    """
 
     slug: str
     variant: str  # that is launched
     parameters: tuple[Setting, ...]
 
-    def __init__(self, stack: Stack, limits: Limits, say: Say, stop: threading.Event) -> None:
-        super().__init__(say, stop)
+    def __init__(self, stack: Stack, repeat: int, max_attempts: int | None) -> None:
+        super().__init__()
         self.stack = stack
-        self.repeat = limits.repeat
-        self.max_attempts = limits.max_attempts
+        self.repeat = repeat
+        self.max_attempts = max_attempts
         # By configuration, or by the sizes of a fix; in order.
         self.probes: dict[Hashable, ProbeAnswer] = {}
         self.notes: list[str] = []
@@ -77,17 +71,19 @@ class Reduction(CellRunner):
         if not first.reproduced:
             raise ConfigError(f"The failure does not occur as given: {first}")
         names = [each.name for each in self.parameters]
-        self.say(f"{counted(len(names), 'parameter')} to vary: {', '.join(names)}")
+        log(f"{counted(len(names), 'parameter')} to vary: {', '.join(names)}")
         while True:
             trail: Trail[Config, bool | None] = Trail(self._reproduced)
-            config, done = parameters.reduce(self.parameters, trail)
+            config = parameters.reduce(self.parameters, trail)
             self.ended = trail.ended
+            if self.ended:
+                return config, first
             try:
-                answer = self._probe(config, max(CONFIRMED, self.repeat)) if done else None
+                answer = self._probe(config, max(CONFIRMED, self.repeat))
             except NoMoreProbes as ended:
                 self.ended = ended
-                answer = None
-            if answer is None or self._has_enough_attempts(answer):
+                return config, first
+            if self._has_enough_attempts(answer):
                 return config, first
 
     def _has_enough_attempts(self, answer: ProbeAnswer) -> bool:
@@ -100,7 +96,7 @@ class Reduction(CellRunner):
             f"The failure is flaky: {answer.reproductions} of {answer.counted} attempts. "
             f"What passed was launched {wanted} times."
         )
-        self.say(self.notes[-1])
+        log(self.notes[-1])
         return False
 
     def _reproduced(self, config: Config) -> bool | None:
@@ -148,7 +144,7 @@ class Reduction(CellRunner):
         how = "stored" if found.document else "not launched"
         if attempts:
             how = f"{time.monotonic() - began:.1f} s"
-        self.say(f"{len(self.probes)}: {what}: {found} ({how})")
+        log(f"{len(self.probes)}: {what}: {found} ({how})")
         return found
 
     def _result(self, config: Config, first: ProbeAnswer, data: Json) -> Json:
@@ -212,18 +208,11 @@ class CaseReduction(Reduction):
     """
 
     def __init__(
-        self,
-        variant: str | None,
-        request: Request,
-        stack: Stack,
-        max_attempts: int | None,
-        say: Say,
-        stop: threading.Event,
+        self, variant: str | None, request: Request, stack: Stack, max_attempts: int | None
     ) -> None:
         """Raise ConfigError where there is no such case or variant, or more than one cell."""
         case, cell = prober.one_cell(request)
-        limits = Limits(request.settings.repeat or case.repeat, max_attempts)
-        super().__init__(stack, limits, say, stop)
+        super().__init__(stack, request.settings.repeat or case.repeat, max_attempts)
         self.slug = case.slug
         self.variant = next(iter(case.variants))
         self.reduced_variant = variant = prober.one_variant(case, variant)
@@ -283,15 +272,7 @@ class CaseReduction(Reduction):
         return self.probes[config]
 
     def command(self, config: Config) -> list[str]:
-        texts = self.request(config).texts(without=prober.NOT_REPEATED)
-        return [
-            "repro",
-            "run",
-            self.slug,
-            *texts,
-            f"stack={self.stack.name.replace('==', '@')}",
-            f"variants={self.variant}",
-        ]
+        return prober.run_command(self.slug, self.request(config), self.stack.name, self.variant)
 
     def run(self) -> Json:
         config, first = self._reduce()
@@ -317,11 +298,10 @@ class ScriptReduction(Reduction):
         word: str,
         args: str,
         stack: Stack,
-        limits: Limits,
-        say: Say,
-        stop: threading.Event,
+        repeat: int,
+        max_attempts: int | None,
     ) -> None:
-        super().__init__(stack, limits, say, stop)
+        super().__init__(stack, repeat, max_attempts)
         self.script = script
         self.word = word
         self.slug = script.slug
@@ -401,7 +381,7 @@ class ScriptReduction(Reduction):
             self.notes.append(
                 f"No failure was given; it is the one of the first attempt, `{failure.text}`."
             )
-            self.say(self.notes[-1])
+            log(self.notes[-1])
         if self.script.failure.hang_s is None:  # a much slower attempt does not show the failure
             limit = max(
                 MIN_DEADLINE_S,

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from repro_matrix.config.catalog import load
+from repro_matrix.config.schema import AdhocCase
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment.profiles import settle_all
 from repro_matrix.environment.stacks import version_differences
@@ -64,17 +65,15 @@ def bisection(search: Search, command: str) -> Data:
         result.append(f"The numbers first differ here: {prober.place['sentence']}.")
     if search.stopped:
         result.append(f"The search was stopped ({search.stopped}); the same command continues it.")
-    failure = getattr(case, "failure", None)  # of a script
+    title = case.title
+    if isinstance(case, AdhocCase):
+        title += f" (the failure: {case.failure or 'any failure'})"
     points = list(prober.points.values())
     return {
         "case": case.slug,
         "references": case.references,
-        "model": cell.model if failure is None else "",
-        "title": (
-            case.title
-            if failure is None
-            else f"{case.title} (the failure: {failure or 'any failure'})"
-        ),
+        "model": "" if isinstance(case, AdhocCase) else cell.model,
+        "title": title,
         "strategy": cell.strategy,
         "variant": search.variant,
         "packages": vars(culprits) if culprits else None,
@@ -95,26 +94,25 @@ def _stage_to_json(stage: Stage, search: Search) -> Data:
     variant = search.variant
     prober = search.prober
     found = stage.found
-    roles = stage.found.roles
-    probes = []
-    for point in found.points:
+    roles = found.roles
+
+    def probe_to_json(point: Point) -> Data:
         answer = point.variants[variant]
-        probes.append(
-            {
-                "name": point.target.name,
-                "role": roles.side(answer).value,
-                "answer": answer.label or str(answer),
-                "attempts": answer.counted,
-                "launched": point.attempts,
-                "wall_s": round(point.wall_s, 1),
-                "document": point.document,
-            }
-        )
+        return {
+            "name": point.target.name,
+            "role": roles.side(answer).value,
+            "answer": answer.label or str(answer),
+            "attempts": answer.counted,
+            "launched": point.attempts,
+            "wall_s": round(point.wall_s, 1),
+            "document": point.document,
+        }
+
     changed = version_differences(found.good.versions, found.bad.versions)
     return {
         "kind": stage.kind,
         "what": stage.package,
-        "candidates": found.candidates,
+        "candidates": len(found.targets),
         "title": stage.title,
         "yanked": list(stage.yanked),
         "exact": found.boundary.exact,
@@ -124,10 +122,11 @@ def _stage_to_json(stage: Stage, search: Search) -> Data:
             name: list(pair) for name, pair in changed.items() if name != stage.package
         },
         "unknown": [
-            {"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown
+            {"name": point.target.name, "reason": point.variants[variant].detail}
+            for point in (found.points[at] for at in found.boundary.unknown)
         ],
-        "unprobed": [target.name for target in found.unprobed],
-        "probes": probes,
+        "unprobed": [found.targets[at].name for at in found.boundary.unprobed],
+        "probes": list(map(probe_to_json, found.points.values())),
         "sentence": stage.sentence or _sentence(stage, variant, prober.place is not None),
         "good_means": None if roles.exact or roles.good == PASSED else roles.good,
     }
@@ -165,32 +164,26 @@ def _sentence(stage: Stage, variant: str, numbers: bool) -> str:
     """Return the result in a line, with no more than was measured."""
     kind = stage.kind
     found = stage.found
-    older_is_good = stage.older_is_good
     good = found.good.target.name
     bad = found.bad.target.name
     label = found.good.variants[variant].label or ""
-    other = (
-        ""
-        if found.roles.exact or label == PASSED
-        else f"fails differently: {label.partition(': ')[2] or label}"
-    )
+    other = ""
+    if not found.roles.exact and label != PASSED:
+        other = f"fails differently: {label.partition(': ')[2] or label}"
     if not found.boundary.exact:
-        between = len(found.unknown) + len(found.unprobed)
-        better = other or "good"
+        between = len(found.boundary.unknown) + len(found.boundary.unprobed)
         return (
-            f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between"
-            " them are unknown"
+            f"the change lies between {good} ({other or 'good'}) and {bad} (bad); {between}"
+            f" {kind}s between them are unknown"
         )
     if numbers:  # neither side is known to be right
-        before, after = (good, bad) if older_is_good else (bad, good)
+        before, after = (good, bad) if stage.older_is_good else (bad, good)
         text = f"{after} is the {kind} that changed the numbers; {before} is the last one before it"
         return text if label == PASSED else f"{text}. {good} differs, too: {label}"
     if other:
-        return (
-            f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good}"
-            f" {other}"
-        )
-    if older_is_good:
+        end = "first" if stage.older_is_good else "last"
+        return f"{bad} is the {end} {kind} with this failure; {good} {other}"
+    if stage.older_is_good:
         return f"{bad} is the first bad {kind}, {good} the last good one"
     return f"{good} is the first good {kind}, {bad} the last bad one"
 

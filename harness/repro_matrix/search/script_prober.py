@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,8 +23,8 @@ from repro_matrix.records.document import Document, GradedAttempt
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.runner.adhoc_case import DEADLINE_S, Script, in_shell
 from repro_matrix.runner.script_failure import CHECKS, ScriptFailure, learned, normal
-from repro_matrix.search.prober import Prober, Say, Target
-from repro_matrix.text import first_line, list_ranks, one_line
+from repro_matrix.search.prober import Prober, Target
+from repro_matrix.text import first_line, list_ranks, log, one_line
 
 NOISE = 3.0  # minimum distance of the two ends' means, in spreads of one end
 REPEAT = 3  # attempts of an end, for the noise of its metric
@@ -34,11 +33,9 @@ TAIL = 6  # lines of a rank's log
 
 
 class ScriptProber(Prober):
-    def __init__(
-        self, script: Script, say: Say, stop: threading.Event, repeat: int | None = None
-    ) -> None:
+    def __init__(self, script: Script, repeat: int | None = None) -> None:
         self.script = script
-        super().__init__(script.request(repeat=repeat), say, stop)
+        super().__init__(script.request(repeat=repeat))
 
     def resolve(self, target: Target) -> Stack:
         return in_shell(super().resolve(target))
@@ -79,9 +76,9 @@ class ScriptProber(Prober):
                 failure = self._failure_of(end)
                 if failure is not None:
                     self.use(failure)
-                    self.say(f"the failure is that of {end.name}: {failure.text}")
                     text = failure.text.replace("`", "'")
                     self.notes.append(f"No failure was given; it is that of {end.name}: `{text}`.")
+                    log(self.notes[-1])
                     return
         elif self.script.failure.needs_limit:
             self._find_limit(good, bad)
@@ -116,12 +113,11 @@ class ScriptProber(Prober):
         )
         self.use(replace(self.script.failure, metric=limit))
         self.repeat = max(self.repeat, REPEAT if noise else 1)
-        self.say(f"bad is {metric.name} {limit.op} {limit.limit:g} ({ends})")
-        text = (
+        self.notes.append(
             f"Bad is {metric.name} {limit.op} {limit.limit:g}, halfway between the ends ({ends};"
             f" noise {noise:g})."
         )
-        self.notes.append(text)
+        log(self.notes[-1])
 
     def _values(self, end: Target) -> list[float]:
         attempts = self.document(end, max(self.repeat, REPEAT))["variants"][VARIANT]["attempts"]
@@ -147,30 +143,26 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
         f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in outcomes.most_common()
     )
     yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
-    made = next(
-        (a for a in attempts if a["outcome"]["outcome"] != "passed"),
-        attempts[0] if attempts else None,
-    )
-    if made is None:
+    if not attempts:
         return
+    made = next((a for a in attempts if a["outcome"]["outcome"] != "passed"), attempts[0])
+    outcome = made["outcome"]
+    observation = made["observation"]
     yield from _checked(case, made)
     if _label(made) == "check failed":
-        texts = [each["message"] for each in made["outcome"]["recognized"]]
+        texts = [each["message"] for each in outcome["recognized"]]
         for name, _, advice in CHECKS.values():
             if advice and any(f"check {name} failed" in text for text in texts):
                 yield f"  what helps: {advice}"
     elif _label(made) != "not checked":
-        yield f"  {made['outcome']['reason'].splitlines()[0]}"
-    infra_error = made["observation"]["infra_error"]
-    yield from (
-        f"    {line}"
-        for line in (infra_error["message"].splitlines()[1:][-TAIL:] if infra_error else ())
-    )
+        yield f"  {outcome['reason'].splitlines()[0]}"
+    if infra_error := observation["infra_error"]:
+        yield from (f"    {line}" for line in infra_error["message"].splitlines()[1:][-TAIL:])
     yield from _first_failure(made)
-    if made["observation"]["attempt"]["timed_out"]:
-        yield from _stacks(made["observation"])
-    notes = _unraised(case, made["observation"]) if made["outcome"]["outcome"] == "passed" else ()
-    for note in dict.fromkeys([*notes, *_notes(case, made["observation"])]):
+    if observation["attempt"]["timed_out"]:
+        yield from _stacks(observation)
+    notes = _unraised(case, observation) if outcome["outcome"] == "passed" else ()
+    for note in dict.fromkeys([*notes, *_notes(observation)]):
         yield f"  note: {note}"
 
 
@@ -178,15 +170,15 @@ def _label(made: GradedAttempt) -> str:
     outcome = made["outcome"]
     if outcome["infra_error"] == "missing_check" and outcome["check"] is not None:
         return "not checked"  # the script ended well, and a check of it was not possible
-    failed = outcome["outcome"] == "reproduced" and {
-        each["kind"] for each in outcome["recognized"]
-    } == {"check"}
+    kinds = {each["kind"] for each in outcome["recognized"]}
+    failed = outcome["outcome"] == "reproduced" and kinds == {"check"}
     return "check failed" if failed else outcome["outcome"]
 
 
 def _checked(case: AdhocCase, made: GradedAttempt) -> Iterator[str]:
     """Yield what was checked of the numbers; of a script that passed: that nothing was."""
-    record = made["observation"]["ranks"][0]["record"] if made["observation"]["ranks"] else None
+    ranks = made["observation"]["ranks"]
+    record = ranks[0]["record"] if ranks else None
     for check in record["checks"] if record else ():
         yield f"  {check['name']}: {check['subject'].replace('0 tensors:', 'not checked:')}"
     if made["outcome"]["outcome"] == "passed" and not case.checks and not case.metric:
@@ -217,9 +209,8 @@ def _stacks(observation: Observation) -> Iterator[str]:
     places: dict[tuple[str, ...], list[int]] = {}
     for rank in Evidence(observation).ranks:
         threads = parse_threads(rank.stack) if rank.stack else []
-        frames = (
-            tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
-        )
+        lines = threads[0].lines[:FRAMES] if threads else ()
+        frames = tuple(" ".join(line.split()) for line in lines)
         places.setdefault(frames, []).append(rank.rank)
     for frames, ranks in places.items():
         yield f"  {list_ranks(ranks)} stopped at" + (":" if frames else ": unknown")
@@ -247,7 +238,7 @@ def _unraised(case: AdhocCase, observation: Observation) -> Iterator[str]:
                 )
 
 
-def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
+def _notes(observation: Observation) -> Iterator[str]:
     attempt = Evidence(observation)
     failures = find_failures(attempt)
     silent = {
@@ -255,21 +246,17 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
         for rank in attempt.ranks
         if not rank.wrote and rank.exit_code is None and not rank.signal
     }
-    follow = sorted(rank for rank in failures.excused if failures.primary and rank not in silent)
-    if follow:
+    follow = failures.excused - silent
+    if failures.primary and follow:
         yield f"the errors of {list_ranks(follow)} follow from it"
-    if observation["attempt"]["leaked_processes"]:
-        yield (
-            "processes that it left behind were ended:"
-            f" {', '.join(observation['attempt']['leaked_processes'])}"
-        )
+    if leaked := observation["attempt"]["leaked_processes"]:
+        yield f"processes that it left behind were ended: {', '.join(leaked)}"
     if attempt.printed.get("cut"):
         yield "a log was cut (64 MiB; a line: 1 MiB); the missing part was not searched"
     for rank in attempt.ranks:
         for raised, *_ in rank.threads:
-            yield (
-                f"rank {rank.rank}: a thread ended with {raised.type}: {first_line(raised.message)}"
-            )
+            message = first_line(raised.message)
+            yield f"rank {rank.rank}: a thread ended with {raised.type}: {message}"
         if rank.wrote and rank.exit_code == 0 and rank.ended_at is None:
             yield f"rank {rank.rank} ended without Python's exit: an error may have been swallowed"
         if not rank.wrote:
