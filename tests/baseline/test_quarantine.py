@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok, summary_rows
+from report_cells import cases_of
 from repro_matrix.baseline import quarantine
 from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.baseline.quarantine import Quarantine
@@ -72,7 +73,8 @@ def test_mark_rows_changes_only_a_difference_that_an_active_entry_covers(
 def test_summary_lists_quarantined_variants_that_were_measured() -> None:
     lost = made(outcome="infra_error", name="INCONCLUSIVE", measured=False)
     assert quarantine.mark_rows(lost, [entry()], TODAY) == lost and exit_code(lost, 1) == 1
-    shown = list(result_lines(headline(quarantine.mark_rows(made(), [entry()], TODAY), {})))
+    rows = quarantine.mark_rows(made(), [entry()], TODAY)
+    shown = list(result_lines(headline(rows, cases_of(rows))))
     assert "QUARANTINED: 1 variant" in shown and any(
         "#12 (ada, until 2026-11-23)" in text for text in shown
     )

@@ -241,7 +241,11 @@ def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     assert all("@everyone" not in line or line.count("`") == 2 for line in made.splitlines())
     assert made.rstrip().endswith(f"change={changed.digest} -->")
     assert (
-        len(to_issue([replace(changed, changes=changed.changes * 2000)], "tonight")[1].encode())
+        len(
+            to_issue([replace(changed, changes=changed.changes * 2000)], "tonight", "", {})[
+                1
+            ].encode()
+        )
         < 65_536
     )
 
@@ -270,7 +274,7 @@ def test_changed_case_says_what_else_changed() -> None:
     assert usual.versions == {"tokenizers": ("1", "none")}, (
         "without a list of all packages, only the usual ones"
     )
-    body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight")[1]
+    body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight", "", {})[1]
     assert all(
         part in body for part in ("idna: 3.1", "driver: 550", "repros/x.py \\(uncommitted"[:11])
     )

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -20,9 +21,9 @@ from click import UsageError
 from repro_matrix.cli import main as cli
 from repro_matrix.cli.options import Arguments
 from repro_matrix.config import executors, schema
+from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.errors import ExitCode, ReproError
 from repro_matrix.paths import ROOT
-from repro_matrix.report.terminal import VERDICTS
 from repro_matrix.runner import session
 
 from bench import pictures
@@ -141,10 +142,8 @@ def test_answer_in_the_readme_is_what_the_published_results_show() -> None:
 
 def test_figures_and_names_of_the_readme_are_those_of_the_code() -> None:
     readme = TEXTS["README.md"]
-    assert (
-        set(re.findall(r"`([A-Z_]{5,})`", readme.split("| verdict |")[1].split("\n\n")[0]))
-        == VERDICTS
-    )
+    verdicts = re.findall(r"`([A-Z_]{5,})`", readme.split("| verdict |")[1].split("\n\n")[0])
+    assert set(verdicts) == set(get_args(VerdictName))
     codes = re.findall(r"\b(\d+) ", readme.split("Exit codes: ")[1].split("<!--")[0])
     assert set(map(int, codes)) == set(ExitCode)
     python = re.search(r"Python (3\.\d+) or newer", readme)

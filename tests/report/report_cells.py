@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from observations import document, exception, failed, observation, ok
+from repro_matrix.config import catalog
+from repro_matrix.config.schema import Case, Signature
 from repro_matrix.report.headline import Headline, headline
+from repro_matrix.report.load import Remarks, Results
 from repro_matrix.report.page_model import CellView, cells_of
 from repro_matrix.results.projection import rows_of
 from repro_matrix.results.rows import Row
@@ -46,8 +50,39 @@ def rows(stored: dict[str, Any]) -> list[Row]:
     return [row if row.first else replace(row, role="fix") for row in made]
 
 
+def cases_of(rows: Iterable[Row]) -> dict[str, Case]:
+    """A catalog with the cases of these rows: failures with an exception, and controls."""
+    error = Signature(
+        name="s", kind="exception", type="RuntimeError", package="torch", message="boom"
+    )
+    found = {}
+    for row in rows:
+        signatures = [] if row.kind == "control" else [error]
+        fields = {"slug": row.case, "title": row.title, "kind": row.kind}
+        found[row.case] = Case.model_construct(
+            **fields, references=list(row.references), signatures=signatures
+        )
+    return found
+
+
 def head(cells: Iterable[CellView]) -> Headline:
-    return headline([row for cell in cells for row in cell.rows], {})
+    rows = [row for cell in cells for row in cell.rows]
+    return headline(rows, cases_of(rows))
+
+
+def results(cells: Sequence[CellView], **more: Any) -> Results:
+    """These cells as if they were loaded from a folder."""
+    found: dict[str, Any] = {
+        "folders": [Path("results/x")],
+        "catalog": replace(
+            catalog.load(), cases=cases_of(row for cell in cells for row in cell.rows)
+        ),
+        "headline": head(cells),
+        "remarks": Remarks(),
+        "claims": (),
+        **more,
+    }
+    return Results(cells=cells, stored_cases=set(), **found)
 
 
 def cell(*args: Any, source: str = "", **changes: Any) -> CellView:

@@ -11,10 +11,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from report_cells import HOSTILE, cell, head, skipped_cell
+from report_cells import HOSTILE, cell, results, skipped_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
 from repro_matrix.paths import ROOT
+from repro_matrix.report.load import Remarks
 from repro_matrix.report.page import render_file, render_site
 from repro_matrix.report.page_model import CellView, build_page
 
@@ -69,7 +70,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     claims = [
         ClaimRow("old", "1a", "the lock is the cause", "a/b#1", "supported", "2 measurements")
     ]
-    page = build_page(cells, head(cells), "a title", "created now", {}, ["a note"], claims, runs)
+    remarks = Remarks(notes=["a note"])
+    page = build_page(results(cells, remarks=remarks, claims=claims, past=runs))
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(render_file(page), encoding="utf-8", errors="replace")
     return path.as_uri()
@@ -103,9 +105,7 @@ def test_axe_finds_no_violation_in_a_small_page(
     browser: Chromium, tmp_path: Path, cells: tuple[CellView, ...]
 ) -> None:
     path = tmp_path / "page.html"
-    path.write_text(
-        render_file(build_page(cells, head(cells), "a title", "created now", {})), encoding="utf-8"
-    )
+    path.write_text(render_file(build_page(results(cells))), encoding="utf-8")
     browser.open(path.as_uri())
     assert violations(browser) == []
     assert not browser.evaluate("document.getElementById('empty').checkVisibility()")
@@ -168,9 +168,7 @@ def test_search_of_a_site_finds_cases_by_title(browser: Chromium, tmp_path: Path
         cell(case="one", title="Failure number one"),
         cell(case="two", title="Failure number two"),
     ]
-    for name, text in render_site(
-        build_page(cells, head(cells), "a title", "created now", {})
-    ).items():
+    for name, text in render_site(build_page(results(cells))).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     browser.open((tmp_path / "index.html").as_uri())
     search(browser, "number two")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
-from report_cells import HOSTILE, cell, head, skipped_cell
+from report_cells import HOSTILE, cell, head, results, skipped_cell
 from repro_matrix.baseline.claims import ClaimRow
-from repro_matrix.config import catalog
 from repro_matrix.paths import RESULTS
 from repro_matrix.report.formats import MOST, report_to_json, to_junit, to_markdown
-from repro_matrix.report.load import Remarks, Results
+from repro_matrix.report.load import Remarks
 from repro_matrix.report.page_model import CellView
 
 REMARKS = Remarks(["x.json: damaged"], ["run: interrupted"], ["entry expired"], ["a note"])
@@ -35,7 +33,7 @@ def mixed() -> list[CellView]:
 
 
 def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None:
-    xml = JUnitXml.fromstring(to_junit(mixed(), head(mixed()), REMARKS).encode())
+    xml = JUnitXml.fromstring(to_junit(results(mixed(), remarks=REMARKS)).encode())
     kinds = {
         f"{test.classname.rpartition('.')[2]} {test.name}": [type(one) for one in test.result]
         for suite in xml
@@ -60,7 +58,7 @@ def test_junit_names_both_failures_of_the_same_verdict() -> None:
     cells = [
         replace(odd, rows=(unfixed, replace(fix, expected_verdict="DIFFERENT_FAILURE", note=note)))
     ]
-    xml = JUnitXml.fromstring(to_junit(cells, head(cells), Remarks()).encode())
+    xml = JUnitXml.fromstring(to_junit(results(cells)).encode())
     (message,) = (each.result[0].message for suite in xml for each in suite if each.result)
     assert "check a" in message and "check b" in message
 
@@ -69,17 +67,14 @@ def test_every_format_reads_hostile_text() -> None:
     away = skipped_cell(HOSTILE, case="away")
     cells = [cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, model=HOSTILE, title=HOSTILE), away]
     remarks = Remarks([HOSTILE], [HOSTILE], [HOSTILE], [HOSTILE])
-    assert JUnitXml.fromstring(to_junit(cells, head(cells), remarks).encode())
-    assert json.loads(report_to_json(results(cells, remarks=remarks)))["rows"]
-    markdown = to_markdown(head([*cells, skipped_cell("", case="away")]), HOSTILE, remarks)
-    assert "\x1b" not in markdown and "\\<img" in markdown and "NOT MEASURED" in markdown
-
-
-def results(cells: Sequence[CellView], **more: Any) -> Results:
-    found: dict[str, Any] = {"remarks": Remarks(), "claims": (), **more}
-    return Results(
-        [Path("results/x")], catalog.load(), head(cells), cells, stored_cases=set(), **found
-    )
+    folder = Path(re.sub("[/\0\ud800]", "", HOSTILE))
+    found = results(cells, remarks=remarks, folders=[folder])
+    assert JUnitXml.fromstring(to_junit(found).encode())
+    assert json.loads(report_to_json(found))["rows"]
+    more = [*cells, skipped_cell("", case="away")]
+    markdown = to_markdown(replace(found, cells=more, headline=head(more)))
+    title = markdown.splitlines()[0]
+    assert "\x1b" not in markdown and "\\<img" in title and "NOT MEASURED" in markdown
 
 
 def test_json_is_valid_by_its_schema() -> None:
@@ -102,7 +97,7 @@ def test_json_is_valid_by_its_schema() -> None:
 
 
 def test_markdown_of_each_kind_of_result() -> None:
-    text = to_markdown(head(mixed()), "repro-matrix: a run", REMARKS)
+    text = to_markdown(results(mixed(), remarks=REMARKS))
     path = Path(__file__).parent / "snapshots" / "report.md"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text, encoding="utf-8")
@@ -115,6 +110,6 @@ def test_markdown_of_each_kind_of_result() -> None:
 @settings(max_examples=10)
 def test_markdown_stays_under_its_limit_and_keeps_every_section(count: int, text: str) -> None:
     odd = cell("NOT_FIXED", "unexpected", error=text)
-    markdown = to_markdown(head([*[odd] * count, skipped_cell(case="away")]), "title", Remarks())
+    markdown = to_markdown(results([*[odd] * count, skipped_cell(case="away")]))
     assert len(markdown.encode(errors="replace")) <= MOST and "NOT MEASURED: 2 variants" in markdown
     assert ("STOPPED WORKING" in markdown) == (count > 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from junitparser import Error, JUnitXml
 from observations import document, observation, ok
 from packaging.version import Version
-from report_cells import rows
+from report_cells import cases_of, results, rows
 from repro_matrix.baseline.derivation import exit_code
 from repro_matrix.changes.history import make_run
 from repro_matrix.changes.regressions import (
@@ -28,7 +28,7 @@ from repro_matrix.planning.plan import newer_release
 from repro_matrix.report.attention import ATTENTION, NOTHING, attention, describe_kind
 from repro_matrix.report.formats import to_junit
 from repro_matrix.report.headline import Headline, headline
-from repro_matrix.report.load import Remarks, load_results
+from repro_matrix.report.load import load_results
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.run_summary import exit_line
@@ -59,7 +59,8 @@ def control(verdict: str, case: str = "control", **changes: Any) -> list[Row]:
 
 
 def of(*cells: list[Row]) -> Headline:
-    return headline([row for each in cells for row in each], {})
+    made = [row for each in cells for row in each]
+    return headline(made, cases_of(made))
 
 
 def test_loud_and_silent_failures_are_counted_apart() -> None:
@@ -237,7 +238,7 @@ def test_changes_since_the_last_passing_run() -> None:
 
     def since_monday(rows: list[Row]) -> Headline:
         monday = make_run("monday", night("FIXED", "0.19.7"), 0)
-        return headline(rows, {}, compare_to_last_passing(rows, [monday]))
+        return headline(rows, cases_of(rows), compare_to_last_passing(rows, [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
     assert head.changed == "1 result since monday. Also changed: deepspeed: 0.19.7 -> 0.19.8."
@@ -338,10 +339,10 @@ DEAD: Night = {"a": ("reproduced", "NOT_FIXED"), "b": ("passed", "FIXED")}
 GONE: Night = {"a": ("passed", "FIXED_UPSTREAM"), "b": ("passed", "FIXED_UPSTREAM")}
 
 
-def after(before: list[Row], now: list[Row], cases: Any = {}, **changes: Any) -> Headline:  # noqa: B006
+def after(before: list[Row], now: list[Row], cases: Any = None, **changes: Any) -> Headline:
     runs = [replace(make_run("monday", before, 0), **changes)] if before else []
     since = compare_to_last_passing(now, runs)
-    return headline(against_history(now, since), cases, since)
+    return headline(against_history(now, since), cases or cases_of(now), since)
 
 
 def test_cells_without_an_earlier_result_are_counted() -> None:
@@ -452,7 +453,7 @@ def test_a_release_that_nobody_measured_has_an_answer() -> None:
         other.rows, 1
     ) == 1
     assert (
-        "1 differs: ddp-ready-once" in other.sentences[0]
+        "different: ddp-ready-once" in other.sentences[0]
         and "as in the nearest" not in other.sentences[0]
     )
     older = head({**BETWEEN, "torch": "2.0.1", "transformers": "4.30.0"}, non_reentrant="NOT_FIXED")
@@ -496,12 +497,12 @@ def test_documented_fix_that_fails_is_news_where_nothing_is_stored() -> None:
     assert (
         fact.urgent
         and "stopped working" not in fact.text
-        and fact.text.startswith("1 documented fix does not work")
+        and fact.text.startswith("1 documented fix not working here")
     )
     assert head.unconfirmed[0] in exit_line(3, head, RunTotals())
     assert [
         each.result[0].type
-        for suite in JUnitXml.fromstring(to_junit(cells_of(dead), head, Remarks()).encode())
+        for suite in JUnitXml.fromstring(to_junit(results(cells_of(dead), headline=head)).encode())
         for each in suite
         if each.result
     ] == ["NOT_FIXED"]
@@ -523,13 +524,13 @@ def test_documented_fix_with_an_attempt_that_fails_is_named_with_its_verdict(ver
     )
     assert exit_code(dead, 1) == 3 and head.badge()["color"] == "yellow"
     assert f"non-reentrant ({label(verdict).text})" in head.answers["Documented fixes"][0].text
-    results = [
+    shown = [
         each.result
-        for suite in JUnitXml.fromstring(to_junit(cells_of(dead), head, Remarks()).encode())
+        for suite in JUnitXml.fromstring(to_junit(results(cells_of(dead), headline=head)).encode())
         for each in suite
         if each.result
     ]
-    assert [type(each) for (each,) in results] == [Error]
+    assert [type(each) for (each,) in shown] == [Error]
 
 
 def test_fix_that_dies_in_two_runs_is_compared_with_the_run_in_which_it_worked() -> None:
@@ -548,7 +549,7 @@ def test_fix_that_dies_in_two_runs_is_compared_with_the_run_in_which_it_worked()
         replace(make_run("second", flaky, 0), partial=True),
     ]
     since = compare_to_last_passing(dead, runs)
-    third = headline(against_history(dead, since), {}, since)
+    third = headline(against_history(dead, since), cases_of(dead), since)
     assert exit_code(third.rows, 1) == 1 and third.stopped == ["ddp-ready-once/non-reentrant"]
     assert third.attention[0].change and third.attention[0].change.passing.run_id == "first"
 

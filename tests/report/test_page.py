@@ -7,18 +7,20 @@ import re
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok
-from report_cells import HOSTILE, cell, head, rows, skipped_cell, stored_cell
+from report_cells import HOSTILE, cell, results, rows, skipped_cell, stored_cell
 from repro_matrix.baseline.claims import ClaimRow
 from repro_matrix.changes.history import make_run
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
+from repro_matrix.report.load import Remarks
 from repro_matrix.report.page import render_file, render_site
 from repro_matrix.report.page_model import CellView, Page, build_page, cells_of
 from repro_matrix.report.terminal import LABELS
@@ -62,7 +64,7 @@ class Document(HTMLParser):
 
 
 def page(*cells: CellView, **more: Any) -> Page:
-    return build_page(cells, head(cells), "a title", "created now", {}, **more)
+    return build_page(results(cells, **more))
 
 
 def shown(*cells: CellView, **more: Any) -> Document:
@@ -94,7 +96,7 @@ def test_page_of_hostile_evidence_is_well_formed() -> None:
     parsed = shown(
         cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, **names),
         skipped_cell(HOSTILE),
-        notes=[HOSTILE],
+        remarks=Remarks(notes=[HOSTILE]),
     )
     assert len(parsed.find("section", class_="case")) == 1  # of two cells
     assert not [
@@ -230,7 +232,9 @@ def test_proof_of_a_case_is_one_text_and_names_what_variants_share_once() -> Non
 
 
 def test_evidence_is_a_link_only_on_the_page_beside_it() -> None:
-    assert 'href="cpu/stack/cell.json"' in render_file(page(cell(), beside=True))
+    assert 'href="cpu/stack/cell.json"' in render_file(
+        page(cell(), target=Path("results/x/report.html"))
+    )
     assert 'href="cpu' not in render_file(page(cell()))
 
 
@@ -256,7 +260,8 @@ def test_symptom_that_was_not_measured_is_no_regular_expression(
     shown_case = next(iter(catalog.load().cases.values())).model_copy(
         update={"title": "A title", "signatures": [Signature(name="s", **signature)]}
     )
-    (only,) = build_page([CONTROL], head([CONTROL]), "t", "c", {"some-case": shown_case}).cases
+    known = replace(catalog.load(), cases={"some-case": shown_case})
+    (only,) = page(CONTROL, catalog=known).cases
     assert only.symptom == symptom
 
 
@@ -319,11 +324,11 @@ def test_what_helps_counts_only_where_the_failure_reproduces() -> None:
 
 def test_earlier_runs_are_a_strip_for_each_case() -> None:
     names = ["FIXED", "INCONCLUSIVE", "NOT_FIXED"]
-    runs = [make_run(f"run {n}", [row for row in cell(name).rows]) for n, name in enumerate(names)]
-    with_runs = page(cell(), runs=runs)
-    assert [state for _, state in with_runs.cases[0].past] == ["reproduces"] * 3
-    assert Document(render_file(with_runs)).find("td", class_="more runs") == ["RRR"]
-    assert not page(cell(), runs=runs[:1]).runs
+    past = [make_run(f"run {n}", [row for row in cell(name).rows]) for n, name in enumerate(names)]
+    with_runs = page(cell(), past=past)
+    assert [state for _, state in with_runs.cases[0].past] == ["reproduces"] * 4
+    assert Document(render_file(with_runs)).find("td", class_="more runs") == ["RRRR"]
+    assert not page(cell()).runs
 
 
 @pytest.mark.xdist_group("baseline")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
 from repro_matrix.baseline.derivation import exit_code
-from repro_matrix.report.headline import headline
+from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.result_lines import MOST_CASES, result_lines
 from repro_matrix.report.run_summary import exit_line
 from repro_matrix.results.rows import Row
@@ -47,8 +47,13 @@ def rows(*results: dict[str, Any]) -> list[Row]:
     return [row for each in results for row in report_cells.rows(each)]
 
 
+def of(*results: dict[str, Any]) -> Headline:
+    made = rows(*results)
+    return headline(made, report_cells.cases_of(made))
+
+
 def shown(*results: dict[str, Any], width: int = text.WIDTH, everything: bool = False) -> list[str]:
-    return list(result_lines(headline(rows(*results), {}), width, everything))
+    return list(result_lines(of(*results), width, everything))
 
 
 def section(results: list[dict[str, Any]], title: str) -> list[str]:
@@ -261,7 +266,7 @@ def test_one_line_removes_whole_terminal_sequences() -> None:
 
 
 def test_describe_exit_gives_the_reason() -> None:
-    odd = headline(rows(cell("NOT_FIXED", "unexpected")), {})
+    odd = of(cell("NOT_FIXED", "unexpected"))
     assert (
         exit_line(1, odd, RunTotals())
         == "exit code 1: 1 documented fix stopped working: some-case/fix"

@@ -135,20 +135,13 @@ class Problem:
 
     def bisect(self, source: str, target: str) -> str:
         """Return the command that searches for the release."""
-        words = [
-            "repro",
-            "bisect",
-            self.case.slug,
-            "--good",
-            source,
-            "--bad",
-            target,
-            "--variant",
-            self.variants[0],
-        ]
-        return shlex.join(
-            [*words, *axes(self.cells[0]), *(["--any-change"] if self.state == "fails" else [])]
-        )
+        words = ["repro", "bisect", self.case.slug]
+        words += ["--good", source, "--bad", target]
+        words += ["--variant", self.variants[0]]
+        words += axes(self.cells[0])
+        if self.state == "fails":
+            words.append("--any-change")
+        return shlex.join(words)
 
 
 @dataclass
@@ -180,12 +173,12 @@ class Upgrade:
         if not all(each.fixes for each in self.problems):
             return "NO-GO"
         missing = sum(bool(each.ends) for each in self.unknown)
-        enough = (
-            self.informed
-            and self.informed >= missing
-            and not any(each.lost for each in self.unknown)
-        )
-        return "UNDECIDED" if not enough else "GO with these fixes" if self.problems else "GO"
+        lost = any(each.lost for each in self.unknown)
+        if lost or not self.informed or self.informed < missing:
+            return "UNDECIDED"
+        if self.problems:
+            return "GO with these fixes"
+        return "GO"
 
     @property
     def exit_code(self) -> int:
@@ -212,30 +205,27 @@ def compare_stacks(request: Request, ends: Sequence[End], rows: Sequence[Row]) -
         ]
         for variant in chosen:
             tried = [_pair(sides, cell, variant, name) for name in hardware]
-            pair = next((each for each in tried if not isinstance(each, Unknown)), None)
-            if pair:
-                pairs[case.slug][cell, variant] = pair
+            known = [each for each in tried if not isinstance(each, Unknown)]
+            if known:
+                pairs[case.slug][cell, variant] = known[0]
             else:
-                result.unknown.append(next(each for each in tried if isinstance(each, Unknown)))
+                result.unknown += [each for each in tried if isinstance(each, Unknown)][:1]
         missing = {end for each in result.unknown if each.cell == cell for end in each.ends}
-        times = [
-            known.seconds if (known := took.get((cell.key, name))) else UNKNOWN_S for name in chosen
-        ]
-        result.seconds += len(missing) * sum(times) * (settings.repeat or case.repeat)
+        for name in chosen:
+            past = took.get((cell.key, name))
+            seconds = past.seconds if past else UNKNOWN_S
+            result.seconds += len(missing) * seconds * (settings.repeat or case.repeat)
     for slug, found in pairs.items():
         result.compared += len(found)
         result.same += sum(old.state == new.state for old, new in found.values())
         result.informed += sum(old.releases != new.releases for old, new in found.values())
-        result.problems += _problems(catalogue.cases[slug], found, ends)
-        first = next(iter(catalogue.cases[slug].variants))
-        if any(
-            name == first and old.state != "passes" == new.state
-            for (_, name), (old, new) in found.items()
-        ):
+        case = catalogue.cases[slug]
+        problems = list(_problems(case, found, ends))
+        result.problems += problems
+        first = next(iter(case.variants))
+        unfixed = [pair for (_, name), pair in found.items() if name == first]
+        if not problems and any(old.state != "passes" == new.state for old, new in unfixed):
             result.gone.append(slug)
-    result.gone = [
-        slug for slug in result.gone if slug not in {each.case.slug for each in result.problems}
-    ]
     return result
 
 
@@ -404,21 +394,16 @@ def _problems(
     }
     newly = {(cell, name): new for (cell, name), new in worse.items() if name == first}
     lost = {(cell, name): new for (cell, name), new in worse.items() if (cell, first) not in newly}
-    groups: tuple[tuple[Kind, Any], ...] = (("new_failure", newly), ("fix_stopped_working", lost))
-    for kind, group in groups:
+    passing = {place for place, (_, new) in found.items() if new.state == "passes"}
+    groups: Mapping[Kind, Any] = {"new_failure": newly, "fix_stopped_working": lost}
+    for kind, group in groups.items():
         if not group:
             continue
         cells = tuple(dict.fromkeys(cell for cell, _ in group))
-        fixes = tuple(
-            name
-            for name in offered
-            if all(
-                (pair := found.get((cell, name))) and pair[1].state == "passes" for cell in cells
-            )
-        )
+        fixes = tuple(name for name in offered if all((cell, name) in passing for cell in cells))
         known = next(iter(group.values()))
         variants = tuple(dict.fromkeys(name for _, name in group))
-        boundary = _boundary(case, ends) if group is newly else None
+        boundary = _boundary(case, ends) if kind == "new_failure" else None
         yield Problem(kind, case, cells, variants, known.state, known.text, fixes, boundary)
 
 

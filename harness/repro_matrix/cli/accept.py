@@ -7,20 +7,18 @@ would be written. With --from DIR,DIR,... the results of several folders are pub
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import click
 
 from repro_matrix.baseline.accept import Publication, propose, publish
-from repro_matrix.baseline.refusals import SUSPICIOUS, Refusal
+from repro_matrix.baseline.refusals import SUSPICIOUS
 from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.report.terminal import print_notes, print_table
+from repro_matrix.report.terminal import UNLIMITED, by_reason, print_notes, print_table
 from repro_matrix.results import runs
-from repro_matrix.text import counted, list_some
+from repro_matrix.text import counted
 
 SHOWN = 20  # reasons
 
@@ -43,7 +41,7 @@ SHOWN = 20  # reasons
 @click.option(
     "--allow",
     multiple=True,
-    type=options.Choice(SUSPICIOUS),
+    type=click.Choice(SUSPICIOUS),
     help="also publish verdicts that may be an error of the case (may be given for each)",
 )
 def main(args: options.Arguments) -> int:
@@ -78,9 +76,9 @@ def main(args: options.Arguments) -> int:
     if args.dry_run or not found.refused:
         _print(found)
     if found.refused:
-        raise ResultsError(
-            "\n  ".join([f"{named or sources[0]}: cannot be published:", *_group(found.refused)])
-        )
+        reasons = ((each.reason, f"{each.cell} {each.variant}".strip()) for each in found.refused)
+        head = f"{named or sources[0]}: cannot be published:"
+        raise ResultsError("\n".join([head, *by_reason(reasons, UNLIMITED, SHOWN)]))
     if not args.dry_run:
         publish(found, known)
         print(f"written to {own.baseline} and {own.expected}. Review and commit them.")
@@ -103,18 +101,3 @@ def _print(found: Publication) -> None:
     ):
         if places:
             print(f"{counted(len(places), 'document')} {meaning}")
-
-
-def _group(refused: Sequence[Refusal]) -> list[str]:
-    """Return a line for each reason, with the variants and cells that it is about."""
-    by_reason: dict[str, list[Refusal]] = {}
-    for each in refused:
-        by_reason.setdefault(each.reason, []).append(each)
-    lines = []
-    for reason, members in by_reason.items():
-        places = list(dict.fromkeys(f"{each.cell} {each.variant}".strip() for each in members))
-        names = list_some(places, 3)
-        lines.append(f"{names}: {reason}")
-    return lines[:SHOWN] + (
-        [f"and {counted(len(lines) - SHOWN, 'more reason')}"] if len(lines) > SHOWN else []
-    )

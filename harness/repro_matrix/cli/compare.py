@@ -13,8 +13,6 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less 
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import click
 
 from repro_matrix.cli import options
 from repro_matrix.cli import script_arguments as scripts
-from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
@@ -32,7 +29,7 @@ from repro_matrix.text import log, one_line
 
 def _side_options(side: str) -> Any:
     """Return the declaration of the options of one side."""
-    add = partial(click.option, cls=options.Option, section=f"The {side} side")
+    add = options.in_section(f"The {side} side")
     return options.together(
         add(
             f"--{side}",
@@ -79,12 +76,11 @@ def main(args: options.Arguments) -> int:
     from repro_matrix.compare import consistency, two_sides  # numpy
     from repro_matrix.compare.page import render_comparison
     from repro_matrix.report.page import write_report
-    from repro_matrix.runner.adhoc_case import in_shell
 
     sides = {side: _side(args, side) for side in ("good", "bad")}
     (one, base, _), (other, _, _) = (scripts.script_of(each) for each in sides.values())
     specs, notes = _stacks(args, base, one.results)
-    built = [in_shell(replace(stacks.resolve(text, say=log), name=text)) for text in specs]
+    built = [scripts.script_stack(text) for text in specs]
     if one.request().cells[0].key == other.request().cells[0].key and built[0].key == built[1].key:
         raise ConfigError(
             "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS"

@@ -14,13 +14,11 @@ agree, 1 the script contradicts itself, 2 usage, 3 not everything could be check
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 
 import click
 
 from repro_matrix.cli import options
 from repro_matrix.cli import script_arguments as scripts
-from repro_matrix.environment import stacks
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
 from repro_matrix.search.prober import CellRunner
@@ -39,10 +37,9 @@ from repro_matrix.text import log, one_line
 def main(args: options.Arguments) -> int:
     from repro_matrix.compare import consistency  # numpy
     from repro_matrix.compare.two_sides import Window
-    from repro_matrix.runner.adhoc_case import in_shell
 
     chosen, base = scripts.configurations(args)
-    stack = in_shell(replace(stacks.resolve(base, say=log), name=base))
+    stack = scripts.script_stack(base)
     runner = CellRunner()
     with workspace.interruptible(runner.stop, log), runner:
         found, runs = consistency.check_consistency(

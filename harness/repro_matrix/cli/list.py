@@ -59,22 +59,23 @@ def main(args: options.Arguments) -> int:
     table = []
     for name in dict.fromkeys(row["case"] for row in rows):
         members = [row for row in rows if row["case"] == name]
-        kind = members[0]["kind"]
+        first = members[0]
+        kind = first["kind"]
         if kind == "failure":
-            kind = "silent" if members[0]["silent"] else "loud"
+            kind = "silent" if first["silent"] else "loud"
         table.append(
             [
-                case_label(name, members[0]["simulated"]),
+                case_label(name, first["simulated"]),
                 kind,
-                members[0]["area"] or "",
+                first["area"] or "",
                 len(members),
-                len(members[0]["variants"]),
+                len(first["variants"]),
                 axes_of(members),
-                members[0]["title"],
+                first["title"],
             ]
         )
     heads = ["case", "kind", "area", "cells", "variants", "model / strategy", "title"]
     print_table("", heads, table, narrow=("model / strategy", "title"))
-    total = f"{counted(len({row['case'] for row in rows}), 'case')}, {counted(len(rows), 'cell')}"
+    total = f"{counted(len(table), 'case')}, {counted(len(rows), 'cell')}"
     print_wrapped("", f"{total}. Details of a case: repro show CASE. What runs here: repro doctor")
     return 0

@@ -25,6 +25,7 @@ from repro_matrix.report import run_summary
 from repro_matrix.report.formats import variant_record
 from repro_matrix.report.headline import headline
 from repro_matrix.report.page_model import cells_of
+from repro_matrix.report.result_lines import print_rows
 from repro_matrix.report.terminal import columns, print_json, print_lines
 from repro_matrix.results.projection import rows_of
 from repro_matrix.results.runs import results_folder, store_exit_code
@@ -50,21 +51,14 @@ def main(args: options.Arguments) -> int:
         raise ConfigError(
             "--all: shows results, and --dry-run has none. --json lists every variant."
         )
-    return run_selection(args, args.overrides, every_variant=args.all, page=True)
+    return run_selection(args, args.overrides)
 
 
-def run_selection(
-    args: options.Arguments,
-    texts: Sequence[str],
-    *,
-    every_variant: bool,
-    live: bool = False,
-    page: bool = False,
-) -> int:
+def run_selection(args: options.Arguments, texts: Sequence[str], live: bool = False) -> int:
     """Run a selection, print its results and return the exit code.
 
-    ``every_variant`` and ``live`` (each attempt): print a line for each. ``page``: measure the
-    canary cells first, and write the run's page beside its results.
+    ``live``: print a line for each attempt and each variant. Otherwise measure the canary cells
+    first, and write the run's page beside its results.
     """
     entries, resumed = quarantine.read_quarantine(), None
     if args.resume:
@@ -76,11 +70,12 @@ def run_selection(
         selected, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run
     )
     quarantine.check_quarantine(entries, prepared.catalogue)
-    notes = [f"note: {note}" for note in prepared.notes()]
-    where = "" if executor is None else "on this node: "
-    if where:
-        notes.append("note: each job plans its cells anew, with the hardware of its node")
-    log("\n".join([f"repro: {where}{prepared.headline()}", *notes]))
+    where, notes = "", prepared.notes()
+    if executor is not None:
+        where = "on this node: "
+        notes.append("each job plans its cells anew, with the hardware of its node")
+    head = f"repro: {where}{prepared.headline()}"
+    log("\n".join([head, *(f"note: {note}" for note in notes)]))
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
 
@@ -93,7 +88,7 @@ def run_selection(
         if executor is None:
             short = prepared.shortfall()
             summary = workspace.execute(
-                prepared, progress.event, stop, args.resume, progress.warn, with_canary=page
+                prepared, progress.event, stop, args.resume, progress.warn, with_canary=not live
             )
         else:
             root = results_folder(prepared.settings)
@@ -107,7 +102,7 @@ def run_selection(
             summary = controller.run(stop)
             short = controller.problems()
         finish(summary)
-    return _report(args, prepared, summary, entries, every_variant, page, short)
+    return _report(args, prepared, summary, entries, short, live)
 
 
 def _report(
@@ -115,9 +110,8 @@ def _report(
     prepared: session.Session,
     summary: RunTotals,
     entries: Sequence[quarantine.Quarantine],
-    every_variant: bool,
-    page: bool,
     short: Sequence[str],
+    live: bool,
 ) -> int:
     """Compare the results with what is expected, print them and return the exit code."""
     from repro_matrix.report.page import write_run_page  # imports Jinja
@@ -140,16 +134,17 @@ def _report(
     code = code or (ExitCode.USAGE if expired else ExitCode.OK)
     if not (summary.problem or summary.interrupted):
         store_exit_code(folder, code)
-    written = write_run_page(folder) if page else None
+    written = None if live else write_run_page(folder)
     if args.json:
         records = [variant_record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = run_summary.totals(prepared, summary, head)
         totals["page"] = str(written) if written else None
         print_json({"rows": records, "summary": totals})
     else:
-        print_lines(
-            run_summary.summary_lines(prepared, summary, head, expired, every_variant, columns())
-        )
+        if live or args.all:
+            print_rows(head.rows)
+            print()
+        print_lines(run_summary.summary_lines(prepared, summary, head, expired, columns()))
         print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
         if not args.json:

@@ -125,11 +125,10 @@ def main(args: options.Arguments) -> int:
 
 
 def _digests(file: str | None) -> set[str]:
+    if not file:
+        return set()
     try:
-        return (
-            set(re.findall(r"\bchange=([0-9a-f]{12,})", Path(file).read_text(encoding="utf-8")))
-            if file
-            else set()
-        )
+        text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--acknowledged {file}: cannot be read: {error}") from None
+    return set(re.findall(r"\bchange=([0-9a-f]{12,})", text))

@@ -47,15 +47,6 @@ class Option(click.Option):
         self.section = section
 
 
-class Choice(click.Choice[str]):
-    """Suggest the nearest choice in the error about an invalid one."""
-
-    def convert(self, value: str, param: Any, ctx: Any) -> str:
-        if value not in self.choices:
-            self.fail(f"{value!r} is not valid{nearest(value, self.choices)}", param, ctx)
-        return value
-
-
 class ReproCommand(click.Command):
     """Call a function with the arguments of a command as one object.
 
@@ -149,8 +140,13 @@ def together(*declarations: Any) -> Any:
     return lambda main: reduce(lambda inner, add: add(inner), reversed(declarations), main)
 
 
-def flag(name: str, help: str, **attributes: Any) -> Any:
-    return click.option(name, is_flag=True, help=help, cls=Option, **attributes)
+def in_section(title: str) -> Any:
+    """Return what declares an option of this section of the help."""
+    return partial(click.option, cls=Option, section=title)
+
+
+def flag(name: str, help: str) -> Any:
+    return click.option(name, is_flag=True, help=help)
 
 
 config_dir = click.option(
@@ -172,11 +168,7 @@ overrides = click.argument(
     " flags.call=root repeat=3 jobs=2 hardware=cpu; +matrix=seeds is a matrix of conf/matrix",
 )
 
-_of_script = partial(
-    click.option,
-    cls=Option,
-    section="A script of your own (./train.py, or a command line after --)",
-)
+_of_script = in_section("A script of your own (./train.py, or a command line after --)")
 launch = together(
     _of_script("--nproc", type=click.IntRange(1), metavar="N", help="ranks (default: 2)"),
     _of_script(
@@ -196,7 +188,7 @@ _script = together(
         "--check",
         "checks",
         multiple=True,
-        type=Choice(("replicas", "finite", "data")),
+        type=click.Choice(("replicas", "finite", "data")),
         help="when the script ends: parameters are equal on all ranks (replicas), parameters and"
         " gradients are finite, samples are disjoint and complete (data); may be repeated",
     ),
@@ -233,7 +225,7 @@ case_or_script = together(
     json,
     _script,
 )
-_of_trace = partial(click.option, cls=Option, section="What is compared")
+_of_trace = in_section("What is compared")
 numbers = partial(_of_trace, "--numbers")
 trace = together(
     _of_trace(
@@ -251,7 +243,7 @@ trace = together(
         help="the first of them (default: 0)",
     ),
 )
-_of_itself = partial(click.option, cls=Option, section="A script against itself")
+_of_itself = in_section("A script against itself")
 vary = together(
     _of_itself(
         "--vary",

@@ -18,11 +18,9 @@ import click
 from repro_matrix.cli import options
 from repro_matrix.cli import script_arguments as scripts
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import run as workspace
-from repro_matrix.runner.adhoc_case import in_shell
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.reduce import CaseReduction, ScriptReduction
@@ -56,16 +54,13 @@ def main(args: options.Arguments) -> int:
 
 def _case(args: options.Arguments) -> CaseReduction:
     _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
-    return CaseReduction(args.variant, request, _stack(spec), args.max_probes)
+    stack = replace(stacks.resolve(spec, say=log), name=spec)
+    return CaseReduction(args.variant, request, stack, args.max_probes)
 
 
 def _script(args: options.Arguments) -> ScriptReduction:
     if args.command:
         raise ConfigError("reduce varies --args: write ./train.py --args ... instead of --.")
     script, spec, settings = scripts.script_of(args)
-    stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
+    stack, repeat = scripts.script_stack(spec), settings.repeat or 1
     return ScriptReduction(script, args.case, args.script_args, stack, repeat, args.max_probes)
-
-
-def _stack(spec: str) -> Stack:
-    return replace(stacks.resolve(spec, say=log), name=spec)

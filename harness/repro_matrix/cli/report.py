@@ -21,6 +21,7 @@ from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
 from repro_matrix.report import page
 from repro_matrix.report.formats import find_format
 from repro_matrix.report.load import Results, load_results
+from repro_matrix.report.page_model import build_page
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 
@@ -76,7 +77,7 @@ def main(args: options.Arguments) -> int:
     if not found.cells and not found.remarks.incomplete:
         _refuse_nothing(selection, folders, found)
     if args.site:
-        site = page.render_site(page.page_of(found))
+        site = page.render_site(build_page(found))
         page.write_site(Path(args.site), site)
         print(f"{len(site)} pages: {Path(args.site) / 'index.html'}")
         return _exit_code(found)

@@ -41,7 +41,7 @@ def main(args: options.Arguments) -> int:
     where = "the first argument of `repro run` is a case or a script"
     expand("case", cases, catalog.load().cases, where)
     texts = [f"case={args.case}", *args.overrides]
-    return matrix.run_selection(args, texts, every_variant=True, live=True)
+    return matrix.run_selection(args, texts, live=True)
 
 
 def run_script(args: options.Arguments) -> int:

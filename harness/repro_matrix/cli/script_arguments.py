@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from repro_matrix.cli.options import Arguments, one_stack
 from repro_matrix.config.catalog import load
 from repro_matrix.config.settings import RunSettings, compose_run
+from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.runner import adhoc_case, script_failure
 from repro_matrix.runner.adhoc_case import Script
 from repro_matrix.runner.script_failure import ScriptFailure
 from repro_matrix.search.script_prober import ScriptProber
+from repro_matrix.text import log
 
 if TYPE_CHECKING:
     from repro_matrix.compare.consistency import Configuration
@@ -92,6 +95,11 @@ def script_of(args: Arguments, needs_limit: bool = True) -> tuple[Script, str, R
         checks,
     )
     return script, stack or "current", settings
+
+
+def script_stack(spec: str) -> Stack:
+    """Return the stack of a script, built if necessary; its name is how the user wrote it."""
+    return adhoc_case.in_shell(replace(stacks.resolve(spec, say=log), name=spec))
 
 
 def varies(args: Arguments) -> bool:

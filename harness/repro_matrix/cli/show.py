@@ -20,13 +20,13 @@ from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
 from repro_matrix.environment.profiles import settle_all
-from repro_matrix.environment.stacks import Stack, spec
+from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expected import basis, depends_on_capabilities
 from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
-from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.outcome import FAILING
 from repro_matrix.report import terminal
 from repro_matrix.report.page_model import symptom
@@ -67,11 +67,15 @@ def main(args: options.Arguments) -> int:
     rows = runs.rows_of_cases({case.slug, *(each.case for each in predictions if each.case)})
     variants = list(_variant_rows(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows)
-    shown = [
+    reproduced = (
         row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]
-    ]
-    shown.sort(key=lambda row: (row.stack.name == plan.cell.stack, row.started))
-    sign = symptom(shown[-1] if shown else None, case)
+    )
+    newest = max(
+        reproduced,
+        key=lambda row: (row.stack.name == plan.cell.stack, row.started),
+        default=None,
+    )
+    sign = symptom(newest, case)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
     releases = releases_of(case).sentence
@@ -84,9 +88,8 @@ def main(args: options.Arguments) -> int:
     if sign:
         print_wrapped(textwrap.shorten(f"Symptom: {sign}", SYMPTOM, placeholder=" ..."))
     stack = prepared.stacks.get(plan.cell.stack)
-    _print_variants(
-        _table_title(request, plan, case), case, variants, stack.versions if stack else {}
-    )
+    title = _table_title(request, plan, case)
+    _print_variants(title, case, variants, stack.versions if stack else {})
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
@@ -131,16 +134,10 @@ def _print_variants(
     title: str, case: Case, variants: Sequence[Mapping[str, Any]], versions: Mapping[str, str]
 ) -> None:
     heads = ["variant", "what it changes", "role", "result", "help"]
-    table = [
-        [
-            v["variant"],
-            _changed_settings(case.variants[v["variant"]]),
-            v["role"],
-            _result(v),
-            v["help"],
-        ]
-        for v in variants
-    ]
+    table = []
+    for each in variants:
+        changes = _changed_settings(case.variants[each["variant"]])
+        table.append([each["variant"], changes, each["role"], _result(each), each["help"]])
     print_wrapped("")
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     near = {release: None for v in variants if v["expected"] for release in v["nearest"]}
@@ -156,12 +153,6 @@ def _print_variants(
             print_wrapped("", f"What to do: {todo}")
 
 
-def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> str:
-    from repro_matrix.runner.attempts import recipe  # a tenth of the time of `repro show`
-
-    return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
-
-
 def _expected_here(
     case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]
 ) -> tuple[str, list[str]]:
@@ -173,14 +164,13 @@ def _expected_here(
     """
     if needed := depends_on_capabilities(case, name):
         return f"by {', '.join(needed)}", []  # known when ranks have run
-    if case.kind == "failure" and name == next(iter(case.variants)):
-        others = (
-            _expected_here(case, plan, other, versions) for other in case.variants if other != name
-        )
-        return next(
-            ((OUTCOMES[STATES[verdict]], near) for verdict, near in others if verdict in STATES),
-            ("", []),
-        )
+    first, *others = case.variants
+    if case.kind == "failure" and name == first:
+        for other in others:
+            verdict, near = _expected_here(case, plan, other, versions)
+            if verdict in STATES:
+                return OUTCOMES[STATES[verdict]], near
+        return "", []
     known = basis(case, plan.cell.where, name, versions, plan.profile.kind)
     if known is None:
         return ("PASSED" if case.kind == "control" else ""), []
@@ -188,38 +178,31 @@ def _expected_here(
     if known.on_cpu:
         near = [f"{each} on a CPU" for each in near or ["these releases"]]
     verdict = known.verdicts[0] if len(set(known.verdicts)) == 1 else ""
-    return (
-        "FIXED_UPSTREAM"
-        if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces
-        else verdict
-    ), near
+    if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces:
+        verdict = "FIXED_UPSTREAM"
+    return verdict, near
 
 
 def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
     """Return the newest stored result of a variant of the cell, and its date."""
     place = plan.cell.key, plan.profile.kind, stack, name
     found = [
-        r
-        for r in rows
-        if r.attempts and (r.cell_id, r.hardware.kind, r.stack.name, r.variant) == place
+        row
+        for row in rows
+        if row.attempts and (row.cell_id, row.hardware.kind, row.stack.name, row.variant) == place
     ]
-    last = max(found, key=lambda row: row.started, default=None)
-    return (
-        f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}"
-        if last
-        else ""
-    )
+    if not found:
+        return ""
+    last = max(found, key=lambda row: row.started)
+    return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}"
 
 
 def _result(variant: Mapping[str, Any]) -> str:
     """Return the last measured verdict with what is expected, where that differs."""
-    last, expected = variant["last"], variant["expected"]
-    other = expected if expected and not last.startswith(f"{expected} ") else ""
-    return (
-        f"{last} (expected {other})"
-        if last and other
-        else last or (f"expected {other}" if other else "")
-    )
+    last, expected = str(variant["last"]), variant["expected"]
+    if not expected or last.startswith(f"{expected} "):
+        return last
+    return f"{last} (expected {expected})" if last else f"expected {expected}"
 
 
 def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str]) -> Iterator[str]:
@@ -269,39 +252,37 @@ def _variant_rows(
     prepared: Session, plan: CellPlan, case: Case, rows: Sequence[Row], commands: bool
 ) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
-        name, settings, stack = (
-            variant.variant,
-            variant.settings,
-            prepared.stacks.get(variant.stack),
-        )
-        declared, (expected, near) = (
-            case.variants[name],
-            _expected_here(case, plan, name, stack.versions if stack else {}),
-        )
+        name, settings, strategy = variant.variant, variant.settings, variant.settings["strategy"]
+        stack = prepared.stacks.get(variant.stack)
+        expected, near = _expected_here(case, plan, name, stack.versions if stack else {})
+        torchrun = ""
+        if commands:
+            from repro_matrix.runner.attempts import recipe  # a tenth of the time of `repro show`
+
+            torchrun = torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
         yield {
             "variant": name,
-            "role": declared.role,
-            "help": declared.help,
+            "role": case.variants[name].role,
+            "help": case.variants[name].help,
             "flags": settings["flags"],
-            "options": settings["strategy"]["options"],
+            "options": strategy["options"],
             "model": settings["model"]["slug"],
-            "strategy": settings["strategy"]["slug"],
+            "strategy": strategy["slug"],
             "stack": variant.stack,
             "world_size": variant.world_size,
             "skipped": variant.skipped,
             "expected": expected,
             "nearest": near,
             "last": _last(rows, plan, name, plan.cell.stack),
-            "torchrun": _torchrun(prepared, variant, stack) if commands else "",
+            "torchrun": torchrun,
         }
 
 
 def _facts(case: Case) -> Iterator[str]:
     yield f"references: {', '.join(case.references) or 'none'}"
-    needs = [
-        *case.requires.packages,
-        *([counted(case.requires.gpus, "GPU")] if case.requires.gpus else []),
-    ]
+    needs = list(case.requires.packages)
+    if case.requires.gpus:
+        needs.append(counted(case.requires.gpus, "GPU"))
     if needs or case.requires.stack:
         yield (
             f"needs: {', '.join(needs) or 'nothing special'}; reproduces on:"

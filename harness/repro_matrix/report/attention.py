@@ -68,15 +68,11 @@ class Attention:
     @property
     def command(self) -> tuple[str, ...]:
         """The arguments that measure these variants again."""
-        rows = self.rows
-        model, strategy, variant = (
-            ",".join(dict.fromkeys(names))
-            for names in (
-                [row.model for row in rows],
-                [row.strategy for row in rows],
-                self.variants,
-            )
+        model, strategy = (
+            ",".join(dict.fromkeys(getattr(row, name) for row in self.rows))
+            for name in ("model", "strategy")
         )
+        variant = ",".join(self.variants)
         return replace(self.row, model=model, strategy=strategy, variant=variant).command
 
     @property

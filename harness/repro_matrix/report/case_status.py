@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -50,28 +50,28 @@ class CaseStatus:
     state: CaseState
     detail: str
     simulated: bool
-    fixes: tuple[str, ...] = ()
-    failing: tuple[str, ...] = ()
-    unmeasured: tuple[str, ...] = ()
-    releases: Releases = field(default_factory=Releases)
-    silent: bool = False
-    area: str = ""
+    fixes: tuple[str, ...]
+    failing: tuple[str, ...]
+    unmeasured: tuple[str, ...]
+    releases: Releases
+    silent: bool
+    area: str
 
 
-def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
-    """Return what the rows of one case show. ``case``: None if the catalog does not have it."""
+def case_status(rows: Sequence[Row], case: Case) -> CaseStatus:
+    """Return what the rows of one case show."""
     newest = max(map(age, rows))
     older = [row for row in rows if age(row) != newest]
     rows = [row for row in rows if age(row) == newest]
-    releases = releases_of(case) if case else Releases()
+    releases = releases_of(case)
     first = [row for row in rows if row.first and row.attempts]
     state, detail = _state(first, rows, releases)
     verdicts: dict[str, set[str]] = defaultdict(set)
     fixes = [row for row in rows if row.role == "fix"]
     for row in fixes:
-        shown = (
-            state if row.verdict == "INCONCLUSIVE" else STATES.get(row.verdict or "", "reproduces")
-        )
+        shown = state
+        if row.verdict != "INCONCLUSIVE":
+            shown = STATES.get(row.verdict or "", "reproduces")
         if row.verdict and row.measured and shown == "reproduces":
             verdicts[row.variant].add(row.verdict)
     for row in older:
@@ -86,10 +86,9 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
     )
     unclear = state in ("reproduces", "unclear")
     unmeasured = tuple(dict.fromkeys(name for name in without if unclear and name not in verdicts))
-    title = case.title if case else rows[0].title
     return CaseStatus(
-        rows[0].case,
-        title,
+        case.slug,
+        case.title,
         state,
         detail,
         bool(rows[0].simulated),
@@ -97,8 +96,8 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
         failing,
         unmeasured,
         releases,
-        bool(case and case.silent),
-        case.area or "" if case else "",
+        case.silent,
+        case.area or "",
     )
 
 
@@ -114,17 +113,19 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
             (row for row in first if row.verdict != "PASSED"),
             key=lambda row: row.verdict != "FAILED",
         )
-        state: CaseState = "unclear" if failed and failed[0].verdict == "INCONCLUSIVE" else "fails"
-        return (state, failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
-    usual = [row.counts.most_common(1)[0][0] for row in first]
+        if not failed:
+            return "passes", counted(len(first), "cell")
+        state: CaseState = "unclear" if failed[0].verdict == "INCONCLUSIVE" else "fails"
+        return state, failed[0].reason
     reproducing = [row for row in first if row.counts["reproduced"]]
     if reproducing:
         flaky = next((row for row in reproducing if len(row.counts) > 1), None)
-        in_cells = (
-            "" if len(reproducing) == len(first) else f"in {len(reproducing)} of {len(first)} cells"
-        )
-        return "reproduces", f"flaky: {flaky.outcome}" if flaky else in_cells
-    if set(usual) == {"passed"}:
+        if flaky:
+            return "reproduces", f"flaky: {flaky.outcome}"
+        if len(reproducing) == len(first):
+            return "reproduces", ""
+        return "reproduces", f"in {len(reproducing)} of {len(first)} cells"
+    if all(row.counts.most_common(1)[0][0] == "passed" for row in first):
         upstream = any(row.verdict == "FIXED_UPSTREAM" for row in rows)
         if any(
             row.state in ("unexpected", "quarantined")

@@ -10,6 +10,7 @@ from functools import cached_property
 from repro_matrix.baseline.derivation import is_unanswered
 from repro_matrix.changes.history import place_of
 from repro_matrix.changes.regressions import Regressions
+from repro_matrix.records.outcome import NOTHING_STORED
 from repro_matrix.report.attention import Attention, Kind
 from repro_matrix.report.case_status import (
     CaseState,
@@ -91,6 +92,11 @@ class ResultCounts:
             and row.verdict != "FLAKY"
             and not is_unanswered(row)
         ]
+
+    @cached_property
+    def compared(self) -> list[Row]:
+        """Results that an expectation, or the nearest measured releases, say something of."""
+        return [row for row in self.rows if row.state not in (None, *NOTHING_STORED)]
 
     @cached_property
     def possible(self) -> list[Row]:

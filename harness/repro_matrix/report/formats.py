@@ -20,9 +20,8 @@ from repro_matrix.changes.regressions import ChangedCase
 from repro_matrix.errors import unknown
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.attention import NOTHING
-from repro_matrix.report.headline import Headline
-from repro_matrix.report.load import Remarks, Results
-from repro_matrix.report.page_model import CellView, row_label
+from repro_matrix.report.load import Results
+from repro_matrix.report.page_model import CellView, build_page, row_label
 from repro_matrix.report.result_lines import detail_lines, result_lines
 from repro_matrix.report.terminal import columns
 from repro_matrix.results.rows import Row
@@ -110,7 +109,7 @@ def report_to_json(found: Results) -> str:
 # JUnit
 
 
-def to_junit(cells: Sequence[CellView], head: Headline, remarks: Remarks) -> str:
+def to_junit(found: Results) -> str:
     """Return a suite for each case and a test case for each variant.
 
     A variant that differs from its expectation is a failure. A documented fix that fails without an
@@ -121,13 +120,13 @@ def to_junit(cells: Sequence[CellView], head: Headline, remarks: Remarks) -> str
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
     summary = TestSuite("headline")
-    summary.add_property("headline", line(" ".join(head.sentences), 2000))
+    summary.add_property("headline", line(" ".join(found.headline.sentences), 2000))
     suites: dict[str, Any] = {"": summary}
-    for cell in cells:
+    for cell in found.cells:
         suite = suites.setdefault(cell.row.case, TestSuite(cell.row.case))
         for row in cell.rows:
             suite.add_testcase(_test_case(cell, row))
-    for number, text in enumerate((*remarks.damaged, *remarks.incomplete), 1):
+    for number, text in enumerate((*found.remarks.damaged, *found.remarks.incomplete), 1):
         test = TestCase(f"damaged {number}", "results")
         test.result = [Error(line(text, 1000), "damaged")]
         suites.setdefault("results", TestSuite("results")).add_testcase(test)
@@ -181,15 +180,16 @@ def _error_text(error: Mapping[str, Any]) -> str:
 # Markdown
 
 
-def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
+def to_markdown(found: Results) -> str:
     """Return a summary for a job or a comment, of at most ``MOST`` bytes."""
+    head, remarks = found.headline, found.remarks
     texts = (*remarks.incomplete, *remarks.expired, *remarks.damaged)
     answers = [
         f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
         for name, facts in head.answers.items()
     ]
     out = [
-        f"## {escape(title)}",
+        f"## {escape(found.title)}",
         list_some([f"- **{escape(text)}**" for text in texts], MOST_LISTED, "\n"),
         "\n".join(answers),
     ]
@@ -219,9 +219,9 @@ def escape(text: str, most: int = 200) -> str:
 
 def to_html(found: Results) -> str:
     """Return the page."""
-    from repro_matrix.report.page import page_of, render_file  # imports Jinja
+    from repro_matrix.report.page import render_file  # imports Jinja
 
-    return render_file(page_of(found))
+    return render_file(build_page(found))
 
 
 def to_text(found: Results) -> str:
@@ -234,32 +234,27 @@ Format = Callable[[Results], str]
 FORMATS: dict[str, Format] = {
     "html": to_html,
     "text": to_text,
-    "junit": lambda found: to_junit(found.cells, found.headline, found.remarks),
-    "markdown": lambda found: to_markdown(found.headline, found.title, found.remarks),
+    "junit": to_junit,
+    "markdown": to_markdown,
     "json": report_to_json,
 }
 
 
-def format_names() -> list[str]:
-    """Return the names of all formats: ours, and those of installed distributions."""
-    return [*FORMATS, *(entry_points(group=GROUP).names - FORMATS.keys())]
-
-
 def find_format(name: str) -> Format:
-    """Return a format by its name. Raises ConfigError."""
-    if name not in format_names():
-        raise unknown("format", name, format_names(), "--format")
-    return FORMATS[name] if name in FORMATS else entry_points(group=GROUP)[name].load()
+    """Return a format by its name: ours, or an installed distribution's. Raises ConfigError."""
+    if name in FORMATS:
+        return FORMATS[name]
+    others = entry_points(group=GROUP)
+    if name not in others.names:
+        raise unknown("format", name, [*FORMATS, *others.names], "--format")
+    return others[name].load()
 
 
 # Issues
 
 
 def to_issue(
-    changed: Sequence[ChangedCase],
-    run_id: str,
-    link: str = "",
-    bisections: Mapping[str, str] | None = None,
+    changed: Sequence[ChangedCase], run_id: str, link: str, bisections: Mapping[str, str]
 ) -> tuple[str, str]:
     """Return the title and the Markdown of an issue about a case's changes on all stacks.
 
@@ -281,22 +276,15 @@ def to_issue(
     ]
     parts += [f"[Full report]({link})"] if link else []
     for each in changed:
-        stack, first = each.stack, each.changes[0]
-        parts.append(f"### Stack {escape(stack)}, compared with {escape(each.passing.run_id)}")
+        parts.append(f"### Stack {escape(each.stack)}, compared with {escape(each.passing.run_id)}")
         moved = ["- " + escape(text).replace("-\\>", "->") for text in each.moved or [NOTHING]]
         parts += ["What else changed:", list_some(moved, MOST_LISTED, "\n")]
         parts.append(list_some(list(map(_change, each.changes)), MOST_LISTED, "\n"))
         working = ", ".join(map(escape, each.working_fixes)) or "none"
         parts.append(f"Fixes that still work in every measured cell: {working}.")
-        parts += ["#### Bisection", bisections[stack]] if bisections and stack in bisections else []
-        words = [
-            "repro",
-            "run",
-            case,
-            *first.row.axes,
-            *([f"stack={stack}"] if stack != "current" else []),
-        ]
-        parts.append(f"Reproduce: {code(shlex.join([*words, f'variants={first.variant}']))}")
+        if each.stack in bisections:
+            parts += ["#### Bisection", bisections[each.stack]]
+        parts.append(f"Reproduce: {code(shlex.join(each.changes[0].row.command))}")
     digests = " change=".join(each.digest for each in changed)
     body = _limited("\n\n".join(parts))
     return title, f"# {title}\n\n{body}\n\n<!-- repro-matrix change={digests} -->\n"

@@ -83,12 +83,11 @@ class Headline(ResultCounts):
         works = sum((row.case, row.variant) in fixes for row in self.flaky)
         stacks = dict.fromkeys(row.stack.name for row in self.flaky)
         newer = f" ({works} of fixes that work on newer releases)" if works else ""
-        verb = "does" if len(self.failing_fixes) == 1 else "do"
         numbers = (
             (
                 len(self.failing_fixes),
                 "documented fix",
-                f"{verb} not work here (no expectation is stored)",
+                "not working here (no expectation is stored)",
             ),
             (self.kinds["differs_from_cpu"], "result", "different from the CPU"),
             (self.kinds["differs_from_prediction"], "result", "different from the prediction"),
@@ -97,11 +96,7 @@ class Headline(ResultCounts):
                 "result",
                 "as in one of the nearest measured releases, which disagree",
             ),
-            (
-                len(self.flaky),
-                "flaky result",
-                f"on {list_some(list(stacks))}{newer}",
-            ),
+            (len(self.flaky), "flaky result", f"on {list_some(list(stacks))}{newer}"),
             (len(self.new), "result", "without an expectation"),
             (len(self.unanswered), "variant", "without a verdict"),
         )
@@ -201,10 +196,9 @@ class Headline(ResultCounts):
     @property
     def agreement(self) -> str:
         """Say with what the results agree that do not differ."""
-        compared = [row for row in self.rows if row.state not in (None, *NOTHING_STORED)]
-        if not compared and self.new:
+        if not self.compared and self.new:
             return "no expectation is stored"
-        if self.near and all(row.nearest for row in compared):
+        if self.near and all(row.nearest for row in self.compared):
             return "as in the nearest measured releases; none is measured for this stack"
         if self.near:
             near = f"the nearest measured releases ({counted(len(self.near), 'result')})"
@@ -216,7 +210,7 @@ class Headline(ResultCounts):
     @property
     def as_nearest(self) -> str:
         """Say that the nearest measured releases are the comparison, and which cases differ."""
-        if 2 * len(self.near) <= sum(row.state not in (None, *NOTHING_STORED) for row in self.rows):
+        if 2 * len(self.near) <= len(self.compared):
             return ""
         differ = list(
             dict.fromkeys(
@@ -226,9 +220,8 @@ class Headline(ResultCounts):
         on = " on a CPU" if any(row.state == "matches_cpu" for row in self.near) else ""
         if not differ:
             return f", as in the nearest measured releases{on}; none differs"
-        verb = "differs" if len(differ) == 1 else "differ"
-        names = f"{len(differ)} {verb}: {list_some(differ)}"
-        return f"; compared with the nearest measured releases{on}, {names}"
+        names = list_some(differ)
+        return f", compared with the nearest measured releases{on}; different: {names}"
 
     def _simulated(self) -> Iterator[Fact]:
         if number := sum(each.simulated and each.state == "reproduces" for each in self.cases):
@@ -277,7 +270,7 @@ class Headline(ResultCounts):
         works, measured = self.fixes
         if measured:
             counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
-            yield Fact(f"{counts} works." if works == 1 else f"{counts} work.")
+            yield Fact(f"{counts} work{'s' if works == 1 else ''}.")
         rest = dict.fromkeys(f"{each.case}/{name}" for each in self.cases for name in each.failing)
         failing = [row for row in self.rows if is_failing_fix(row)]
         for what, rows in {
@@ -331,11 +324,9 @@ class Headline(ResultCounts):
     def changed(self) -> str:
         """Say what changed since the last passing run: results, and what may have caused it."""
         if not self.previous:
-            why = (
-                "no earlier run here has these cells and passed"
-                if self.since.earlier
-                else "first run here"
-            )
+            why = "first run here"
+            if self.since.earlier:
+                why = "no earlier run here has these cells and passed"
             return self.no_previous or f"Not compared: {why}."
         causes = list(dict.fromkeys(text for each in self.attention for text in each.causes))
         parts = [counted(self.changes, "result")] if self.changes else []
@@ -457,7 +448,7 @@ def headline(
     since, by_case = since or Regressions(), defaultdict[str, list[Row]](list)
     for row in rows:
         by_case[row.case].append(row)
-    statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
+    statuses = [case_status(members, cases[slug]) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
     lost = list(lost_results(rows, since.passing))
     return Headline(

@@ -24,7 +24,7 @@ from repro_matrix.changes.sides import axes_of
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue, left_out
 from repro_matrix.config.schema import Case
-from repro_matrix.errors import ResultsError
+from repro_matrix.errors import ExitCode, ResultsError
 from repro_matrix.paths import BASELINE
 from repro_matrix.planning.plan import newer_release
 from repro_matrix.records.outcome import NOTHING_STORED
@@ -202,13 +202,12 @@ def _incomplete(
 ) -> list[str]:
     """Return the runs that measured less than requested, and the cases that cannot be graded."""
     found = []
-    read = {folder: run for folder in folders if (run := runs.read_run(folder))}
-    for folder, run in read.items():
-        if run.interrupted:
+    for folder in folders:
+        run = runs.read_run(folder)
+        if run and run.interrupted:
             again = f"repro matrix --resume results={folder}"
             found.append(f"{folder}: the run was interrupted. To continue: {again}")
-    for folder, run in read.items():
-        if run.exit_code == 3:
+        if run and run.exit_code == ExitCode.INCOMPLETE:
             less = "less was measured or confirmed than requested"
             found.append(f"{folder}: exit code 3 of its run: {less}")
     wrong = left_out(cases)

@@ -21,12 +21,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from repro_matrix.changes.history import make_run
-from repro_matrix.errors import ReproError, ResultsError
+from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_bytes
 from repro_matrix.report.attention import ATTENTION
 from repro_matrix.report.case_status import CASE_STATES
-from repro_matrix.report.load import Results, load_results
+from repro_matrix.report.load import load_results
 from repro_matrix.report.page_model import CellView, Page, build_page, row_label
 from repro_matrix.report.terminal import Label, label
 from repro_matrix.results.rows import Row
@@ -35,26 +34,6 @@ from repro_matrix.text import block, counted, line, list_ranks, log
 TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-def page_of(loaded: Results) -> Page:
-    """Build the page of loaded results."""
-    past, target = loaded.past, loaded.target
-    runs = [*past, make_run("these results", loaded.headline.rows)] if past else []
-    beside = target is not None and [target.resolve().parent] == [
-        each.resolve() for each in loaded.folders
-    ]
-    return build_page(
-        loaded.cells,
-        loaded.headline,
-        loaded.title,
-        loaded.created,
-        loaded.catalog.cases,
-        notes=loaded.remarks.all,
-        claims=loaded.claims,
-        runs=runs,
-        beside=beside,
-    )
 
 
 def write_report(path: Path, text: str) -> None:
@@ -77,22 +56,13 @@ def write_site(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def write_run_page(folder: Path) -> Path | None:
-    """Write the page of a run that has ended.
-
-    An error is only a note, because the results are recorded.
-    """
+    """Write the page of a run that has ended. An error is only a note."""
     target = folder / "report.html"
     try:
-        write_report(target, render_file(page_of(replace(load_results([folder]), target=target))))
-    except (
-        ReproError,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ImportError,
-    ) as error:
+        write_report(
+            target, render_file(build_page(replace(load_results([folder]), target=target)))
+        )
+    except Exception as error:  # noqa: BLE001 - the results are recorded
         log(f"note: no page of this run: {type(error).__name__}: {error}")
         return None
     return target
@@ -211,7 +181,7 @@ def _details(row: Row) -> Iterator[str]:
         yield f"    {note}"
     passed = [check for check in row.checks if check["state"] == "passed"]
     for check in row.checks:
-        if check not in passed:
+        if check["state"] != "passed":
             yield (
                 f"    {check['state']}: {_check(check)} {line(check['subject'], 160)}"
                 f" {list_ranks(check['ranks'])}"

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.baseline.claims import ClaimRow
+from repro_matrix.changes.history import NightlyRun, make_run
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.failure_text import comparable_text
 from repro_matrix.report.attention import ATTENTION, Attention, describe_kind
@@ -20,7 +21,7 @@ from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
-    from repro_matrix.changes.history import NightlyRun
+    from repro_matrix.report.load import Results
 
 MOST_RUNS = 14  # earlier runs that are shown
 MOST_ERRORS = 40  # of a case
@@ -187,45 +188,28 @@ def cells_of(rows: Iterable[Row], source: str = "") -> list[CellView]:
     return [CellView(tuple(members), source) for members in found.values()]
 
 
-def build_page(
-    cells: Iterable[CellView],
-    head: Headline,
-    title: str,
-    created: str,
-    cases: Mapping[str, Case],
-    notes: Sequence[str] = (),
-    claims: Sequence[ClaimRow] = (),
-    runs: Sequence[NightlyRun] = (),
-    beside: bool = False,
-) -> Page:
-    """Build the page of these cells.
-
-    ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest first.
-    """
+def build_page(found: Results) -> Page:
+    """Build the page of loaded results."""
+    head = found.headline
+    runs = [*found.past, make_run("these results", head.rows)] if found.past else []
     by_case: dict[str, list[CellView]] = defaultdict(list)
-    for cell in cells:
+    for cell in found.cells:
         by_case[cell.row.case].append(cell)
-    views = [
-        case_view(by_case[one.case], one, cases.get(one.case), claims, runs, head.attention)
-        for one in head.cases
-    ]
+    views = [_case_view(found, status, by_case[status.case], runs) for status in head.cases]
     views.sort(key=lambda view: list(CASE_STATES).index(view.state))
-    return Page(title, created, head, tuple(views), tuple(notes), beside)
+    folders = [folder.resolve() for folder in found.folders]
+    beside = found.target is not None and folders == [found.target.resolve().parent]
+    return Page(found.title, found.created, head, tuple(views), tuple(found.remarks.all), beside)
 
 
-def case_view(
-    cells: Sequence[CellView],
-    status: CaseStatus,
-    case: Case | None,
-    claims: Sequence[ClaimRow] = (),
-    runs: Sequence[NightlyRun] = (),
-    attention: Sequence[Attention] = (),
+def _case_view(
+    found: Results, status: CaseStatus, cells: Sequence[CellView], runs: Sequence[NightlyRun]
 ) -> CaseView:
     """Return what is shown of one case.
 
-    ``cells``: at least one. ``case``: None if it is not in the catalog. ``claims`` and
-    ``attention``: of any case.
+    ``cells``: its own, at least one. ``runs``: earlier runs and this one, the oldest first.
     """
+    case = found.catalog.cases[status.case]
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
     ordered = sorted(ordered, key=lambda cell: age(cell.row), reverse=True)
     varying = [len(set(values)) > 1 for values in zip(*(cell.place for cell in cells))]
@@ -236,7 +220,7 @@ def case_view(
         )
         for cell in ordered
     }
-    news = tuple(each for each in attention if each.row.case == status.case)
+    news = tuple(each for each in found.headline.attention if each.row.case == status.case)
     symbols = _symbols(ordered, case)
     symbols |= dict.fromkeys(
         (row.strategy for each in news for row in each.rows if each.urgent), "attention"
@@ -249,24 +233,23 @@ def case_view(
         variants["non_fix" if view.role == "fix" and fails else view.role].append(view)
     failures = tuple(_failures(ordered))
     ordered.sort(key=lambda cell: all(row.state != "unexpected" for row in cell.rows))
-    references = tuple(map(link, case.references if case else ordered[0].row.references))
     return CaseView(
         status,
-        case.summary if case else "",
+        case.summary,
         symptom(failures[0].row if failures else None, case),
-        references,
+        tuple(map(link, case.references)),
         tuple(ordered),
         places,
         symbols,
         variants,
         failures,
-        tuple(each for each in claims if each.case == status.case),
+        tuple(each for each in found.claims if each.case == status.case),
         news,
         tuple(_past(status.case, runs)),
     )
 
 
-def _symbols(cells: Sequence[CellView], case: Case | None) -> dict[str, str]:
+def _symbols(cells: Sequence[CellView], case: Case) -> dict[str, str]:
     """Return strategy -> state on the newest stack.
 
     The state is that of its cells, else of the variants that another strategy's cells run under it.
@@ -302,15 +285,11 @@ def _variants(cells: Iterable[CellView], places: Mapping[CellView, str]) -> Iter
         results: dict[Label, list[str]] = defaultdict(list)
         for cell, row in decided or members:
             one = row_label(row)
-            tone = (
-                "bad" if row.state == "unexpected" else "good" if row.verdict == "FIXED" else "none"
-            )
-            text = one.text if one.name != "FIXED" else "works" if row.role == "fix" else "passes"
-            text = (
-                f"{ATTENTION[describe_kind(row)].lower()}: {text}"
-                if row.state == "unexpected"
-                else text
-            )
+            tone, text = "none", one.text
+            if one.name == "FIXED":
+                tone, text = "good", "works" if row.role == "fix" else "passes"
+            if row.state == "unexpected":
+                tone, text = "bad", f"{ATTENTION[describe_kind(row)].lower()}: {text}"
             results[replace(one, tone=tone, text=text)].append(places[cell])
         cell, row = (decided or members)[0]
         ordered = sorted(results.items(), key=lambda item: -len(item[1]))
@@ -329,12 +308,8 @@ def _changes(first: Row, row: Row) -> Iterator[tuple[str, Any, Any]]:
 
     def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         strategy = settings.get("strategy", {})
-        groups = {"flags": settings.get("flags", {}), "options": strategy.get("options", {})}
-        found = {
-            f"{group}.{name}": value
-            for group, values in groups.items()
-            for name, value in values.items()
-        }
+        found = {f"flags.{name}": value for name, value in settings.get("flags", {}).items()}
+        found |= {f"options.{name}": value for name, value in strategy.get("options", {}).items()}
         found |= {name: settings.get(name) for name in ("world_size", "tp_size", "steps", "seed")}
         return found | {
             "model": settings.get("model", {}).get("slug"),
@@ -364,36 +339,31 @@ def _failures(cells: Iterable[CellView]) -> Iterator[FailureView]:
         )
 
 
-def symptom(row: Row | None, case: Case | None) -> str:
+def symptom(row: Row | None, case: Case) -> str:
     """Return the known failure's text as a log has it, else a sentence. ``row``: a measured one."""
-    row = row if row and row.first and (row.counts["reproduced"] or not case) else None
-    names = (
-        {name.partition("/")[2] for each in row.attempts for name in each.failures}
-        if row
-        else set()
-    )
-    signatures = sorted(case.signatures, key=lambda one: one.name not in names) if case else []
-    kind = signatures[0].kind if signatures else ""
-    error = next((error for error in row.errors if error["type"]), None) if row else None
-    if error and kind in ("exception", ""):
+    if not case.signatures:  # a control
+        return ""
+    if row and not (row.first and row.counts["reproduced"]):
+        row = None
+    attempts, errors = (row.attempts, row.errors) if row else ((), ())
+    names = {name.partition("/")[2] for each in attempts for name in each.failures}
+    known = min(case.signatures, key=lambda one: one.name not in names)
+    error = next((each for each in errors if each["type"]), None)
+    if error and known.kind == "exception":
         text = error["message"]
         if len(text) >= MESSAGE:  # to the end of a sentence or line
             text = text[: 1 + max(text.rfind(". "), text.rfind("\n"))].rstrip() + " ..."
         return f"{error['type']}: {text}"
-    printed = (
-        [error["log"] for error in row.errors if "terminate called" in error["log"]] if row else []
-    )
-    if printed and kind == "signal":
-        return printed[0][printed[0].index("terminate called") :]
+    died = [each["log"] for each in errors if "terminate called" in each["log"]]
+    if died and known.kind == "signal":
+        return died[0][died[0].index("terminate called") :]
     measured = row.reason.partition(" on ")[2] or row.reason if row else ""
-    if case and kind in ("check", "hang"):
-        silent = "No error is raised" + (
-            ", the ranks wait for each other" if kind == "hang" else ""
-        )
-        return f"{silent}. {case.title}." + (f"\nMeasured: {measured}" if measured else "")
-    if measured or not signatures:
+    if known.kind in ("check", "hang"):
+        waits = ", the ranks wait for each other" if known.kind == "hang" else ""
+        seen = f"\nMeasured: {measured}" if measured else ""
+        return f"No error is raised{waits}. {case.title}.{seen}"
+    if measured:
         return measured
-    known = signatures[0]
     text = f"a rank dies of {known.signal}" if known.signal else _example(known.message or "")
     return ": ".join(filter(None, (known.type, text)))
 
@@ -407,23 +377,17 @@ def _example(pattern: str) -> str:
 
 def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:
     """Yield the id and the state of the newest runs: "" where the case was not measured."""
-    for run in runs[-MOST_RUNS:] if len(runs) > 1 else ():
+    for run in runs[-MOST_RUNS:]:
         rows = [row for row in run.rows if row.case == case and row.kinds]
         kinds = {kind for row in rows if row.first for kind in row.kinds}
-        control = any(row.kind == "control" for row in rows)
-        state = (
-            "passes"
-            if control
-            else "reproduces"
-            if "reproduced" in kinds
-            else "absent"
-            if kinds
-            else ""
-        )
-        yield (
-            run.run_id,
-            "attention" if any(row.state == "unexpected" for row in rows) else state,
-        )
+        state = "absent" if kinds else ""
+        if any(row.state == "unexpected" for row in rows):
+            state = "attention"
+        elif any(row.kind == "control" for row in rows):
+            state = "passes"
+        elif "reproduced" in kinds:
+            state = "reproduces"
+        yield run.run_id, state
 
 
 def link(reference: str) -> tuple[str, str]:

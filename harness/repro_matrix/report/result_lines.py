@@ -6,7 +6,6 @@ except commands, which can be pasted.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -178,9 +177,9 @@ def _title(text: str, width: int) -> Iterator[str]:
 def _case_lines(head: Headline, width: int) -> Iterator[str]:
     """Yield a line for some cases of each state, then where the others are."""
     listed = [each for each in head.cases if each.state not in ("passes", "not_measured")]
-    most = (
-        len(listed) if len(listed) <= MOST_CASES + 1 else MOST_CASES
-    )  # a case is no longer than "1 more"
+    most = MOST_CASES
+    if len(listed) == MOST_CASES + 1:  # a case is no longer than "1 more"
+        most += 1
     first = list({each.state: each for each in reversed(listed)}.values())  # of each state
     others = [each for each in listed if each not in first][: max(0, most - len(first))]
     shown = [each for each in listed if each in first or each in others]
@@ -251,7 +250,7 @@ def print_rows(rows: Sequence[Row]) -> None:
     """Print a line for every variant of every cell."""
     table = []
     for row in rows:
-        flags = " ".join(f"{name}={json.dumps(value)}" for name, value in row.flags.items())
+        flags = " ".join(row.axes[2:]).replace("flags.", "")
         seconds = "" if row.wall_s is None else f"{row.wall_s:.1f}s"
         reason = f"{row.reason} [{row.note}]" if row.note else row.reason
         table.append(
@@ -267,15 +266,6 @@ def print_rows(rows: Sequence[Row]) -> None:
                 reason,
             ]
         )
-    heads = [
-        "case",
-        "model",
-        "strategy",
-        "variant",
-        "role",
-        "verdict",
-        "expected?",
-        "time",
-        "reason",
-    ]
+    heads = ["case", "model", "strategy", "variant", "role", "verdict", "expected?"]
+    heads += ["time", "reason"]
     print_table("", heads, table, narrow=("time", "reason"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from repro_matrix.config.schema import Case
@@ -14,7 +14,7 @@ from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.headline import Headline
-from repro_matrix.report.result_lines import print_rows, result_lines
+from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import (
     axes_of,
     by_reason,
@@ -47,11 +47,9 @@ def show_plan(prepared: Session, as_json: bool) -> int:
     if as_json:
         print_json(items)
         return code
-    lines = []
-    for item, cell in zip(items, [variant.cell for variant in variants]):
-        place = repr((cell.hardware, cell.stack, cell.key))
-        lines.append(item | {"case": case_label(cell.case, item["simulated"]), "cell": place})
-    print_lines(plan_lines(lines, columns()))
+    for item, variant in zip(items, variants):
+        item |= {"case": case_label(item["case"], item["simulated"]), "cell": variant.cell}
+    print_lines(plan_lines(items, columns()))
     for name in prepared.to_build:
         print(f"stack {name} would be built first")
     for why, count in prepared.elsewhere.items():
@@ -88,32 +86,20 @@ def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
         yield from wrap(
             f"{case:<{names}}  {_size(variants)}: {axes_of(variants)}", "", names + 2, width
         )
-    yield from skipped_lines(items, width)
+    skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
+    if skipped:
+        yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
+        yield from by_reason(skipped, width)
     if items:
         every = [item for variants in launched.values() for item in variants]
         yield from ("", *wrap(f"{_size(every)}; --json lists every variant", width=width))
 
 
 def _size(variants: Sequence[Mapping[str, Any]]) -> str:
-    cells, attempts = (
-        len({item["cell"] for item in variants}),
-        sum(item["attempts"] for item in variants),
-    )
-    return (
-        f"{counted(cells, 'cell')}, {counted(len(variants), 'variant')},"
-        f" {counted(attempts, 'attempt')}"
-    )
-
-
-def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield the reasons of skipped variants, each with its number and its cases.
-
-    ``items`` as for ``plan_lines``.
-    """
-    skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
-    if skipped:
-        yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
-        yield from by_reason(skipped, width)
+    cells = len({item["cell"] for item in variants})
+    attempts = sum(item["attempts"] for item in variants)
+    numbers = (cells, "cell"), (len(variants), "variant"), (attempts, "attempt")
+    return ", ".join(counted(number, what) for number, what in numbers)
 
 
 # While it runs: a bar with the running attempts on a terminal, a line per cell elsewhere
@@ -210,8 +196,7 @@ class RunProgress:
         texts = [label(first.verdict or first.outcome).text] if first.attempts else []
         if first.counts["reproduced"] and fixes:
             works = sum(row.verdict == "FIXED" for row in fixes)
-            verb = "works" if len(fixes) == 1 else "work"
-            texts.append(f"{works} of {len(fixes)} documented fixes {verb}")
+            texts.append(f"documented fixes that work: {works} of {len(fixes)}")
         texts += [f"{row.variant}: {row.difference}" for row in different]
         same = reason == self.reason
         text = "; ".join(texts) or ("skipped, as above" if same else f"skipped: {reason}")
@@ -232,6 +217,7 @@ class RunProgress:
 
 def totals(prepared: Session, summary: RunTotals, head: Headline) -> dict[str, Any]:
     """Return the totals of a run for ``--json``."""
+    verdicts = (row.verdict or "skipped" for row in head.rows if row.verdict or not row.attempts)
     profiles = [
         {
             "profile": each.name,
@@ -256,11 +242,7 @@ def totals(prepared: Session, summary: RunTotals, head: Headline) -> dict[str, A
         "changed": prepared.changed(),
         "results": str(results_folder(prepared.settings)),
         "headline": head.to_json(),
-        "verdicts": dict(
-            Counter(
-                row.verdict or "skipped" for row in head.rows if row.verdict or not row.attempts
-            )
-        ),
+        "verdicts": dict(Counter(verdicts)),
         "expected": dict(Counter(row.state for row in head.rows if row.state)),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
@@ -273,16 +255,12 @@ def summary_lines(
     summary: RunTotals,
     head: Headline,
     expired: Sequence[str],
-    every_variant: bool,
     width: int,
 ) -> Iterator[str]:
     """Yield the lines of a run.
 
     ``expired``: messages about quarantine entries whose date has passed.
     """
-    if every_variant:
-        print_rows(head.rows)
-        yield ""
     yield from result_lines(head, width)
     texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
@@ -313,12 +291,10 @@ def summary_lines(
         names = ", ".join(sorted(blocking))
         why = "in a second attempt, after an asynchronous CUDA error"
         texts.append(f"note: graded with CUDA_LAUNCH_BLOCKING=1, {why}: {names}")
-    unused = (
-        describe_unusable(prepared.machine.left_out)
-        if prepared.profile.accelerator != "cpu"
-        else ()
-    )
-    texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
+    notes = [*prepared.changed(), *summary.gpu_notes]
+    if prepared.profile.accelerator != "cpu":
+        notes += describe_unusable(prepared.machine.left_out)
+    texts += [f"note: {text}" for text in notes]
     for text in texts:
         yield from wrap(text, width=width)
 
@@ -330,16 +306,16 @@ def exit_line(
 
     ``not_committed``: files of expectations.
     """
-    left = len(summary.not_started)
     reasons = {
         0: head.agreement,
-        1: "; ".join(head.differences) or "a result differs",
+        1: "; ".join(head.differences),
         2: "a quarantine entry has expired: see above",
         3: "less was measured or confirmed than requested: see above, and `repro doctor`",
     }
-    parts = [reasons[code], *head.unconfirmed] if code in reasons else []
-    parts += [f"not started within the time limit: {counted(left, 'cell')}"] if left else []
-    parts += (
-        [f"expectations are not committed: {list_some(not_committed)}"] if not_committed else []
-    )
-    return ": ".join(filter(None, (f"exit code {code}", "; ".join(parts))))
+    parts = [reasons[code], *head.unconfirmed]
+    if summary.not_started:
+        left = counted(len(summary.not_started), "cell")
+        parts.append(f"not started within the time limit: {left}")
+    if not_committed:
+        parts.append(f"expectations are not committed: {list_some(not_committed)}")
+    return f"exit code {code}: {'; '.join(parts)}"

@@ -95,7 +95,6 @@ _TEXTS = {
 LABELS = {
     name: Label(name, text, tone) for tone, texts in _TEXTS.items() for name, text in texts.items()
 }
-VERDICTS = frozenset(name for name in LABELS if name.isupper())
 
 
 def label(name: str) -> Label:
