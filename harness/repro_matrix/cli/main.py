@@ -210,10 +210,10 @@ def _failed(error: Exception) -> int:
     if place is None:
         place, advice = "the standard output", ""
         _discard_output()
-    elif str(place).startswith("/proc/"):
-        advice = "repro-matrix needs /proc."
-    unreadable = (errno.EACCES, errno.EPERM, errno.ENOENT)
-    verb = "opened" if error.errno in unreadable else "written"
+    hidden = str(place).startswith("/proc/")
+    if hidden:
+        advice = "repro-matrix needs it."
+    verb = "opened" if hidden or error.errno in (errno.EACCES, errno.EPERM) else "written"
     text = f"repro: {place}: cannot be {verb}: {error.strerror}. {advice}"
     print(text.rstrip(), file=sys.stderr)
     return ReproError.exit_code

@@ -57,8 +57,9 @@ def _closed_locks(folder: Path) -> set[tuple[Path, int]]:
             files.add((path, path.stat().st_ctime_ns))
     in_use = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if files else ()):
-        with suppress(OSError):  # ended meanwhile, or another user's
-            in_use |= {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        # ended meanwhile, or another user's
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files_of_process:
+            in_use |= {os.readlink(each.path) for each in files_of_process}
     return {each for each in files if str(each[0].resolve()) not in in_use}
 
 
