@@ -18,6 +18,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
 from repro_matrix.grading import expected as grading
 from repro_matrix.grading.expected import (
+    Situation,
     compare_verdict,
     expected,
     failure_note,
@@ -49,7 +50,7 @@ def applying(
     hardware: str = "cpu",
 ) -> Any:
     """The verdict that these entries expect of a cell; None where none applies."""
-    applies = expected(case(expect=list(entries)), where, variant, versions, hardware)
+    applies = expected(case(expect=list(entries)), variant, Situation(where, versions, hardware))
     return next(iter(applies.verdicts.values())) if applies else None
 
 
@@ -115,7 +116,9 @@ def test_comparison_is_stored_beside_a_verdict(
     name: Any, hardware: str, variant: str, stored: Any
 ) -> None:
     known = case(expect=[entry(capabilities={}), entry("NOT_FIXED", hardware="own")])
-    found = grading.comparison(known, "m/fsdp", variant, Verdict(name, "x"), NOW, hardware)
+    found = grading.comparison(
+        known, variant, Situation("m/fsdp", NOW, hardware), Verdict(name, "x")
+    )
     assert found == dict(zip(("expected", "expectation", "failure_note"), stored)) | {
         "nearest": (),
         "beyond": False,
@@ -239,7 +242,9 @@ def test_expectation_is_narrowed_to_its_variant() -> None:
         "verdicts": {"fix": "FAILED", "other-fix": "NOT_FIXED"},
         "failure_ids": {"fix": "a", "other-fix": "b"},
     }
-    narrowed: Any = expected(case(expect=[{**entry(), **both}]), "m/fsdp", "fix", {}, "cpu")
+    narrowed: Any = expected(
+        case(expect=[{**entry(), **both}]), "fix", Situation("m/fsdp", {}, "cpu")
+    )
     assert narrowed.verdicts == {"fix": "FAILED"} and narrowed.failure_ids == {"fix": "a"}
     with pytest.raises(ValidationError, match="typo"):
         Expectation.model_validate({**entry(), "failure_ids": {"typo": "check updates"}})
@@ -389,13 +394,14 @@ FP16 = {"variants": {"unfixed": {}, "fix": FIX, "other-fix": {}}}
 def test_nothing_is_expected_where_a_capability_differs(here: dict[str, bool]) -> None:
     both = {**entry(), "verdicts": {"fix": "DIFFERENT_FAILURE", "other-fix": "FIXED"}}
     known = case(expect=[{**both, "capabilities": {"cpu_fp16": False}}], **FP16)
-    assert expected(known, "m/fsdp", "fix", NOW, "cpu", {"cpu_fp16": False}) is not None
-    assert expected(known, "m/fsdp", "fix", NOW, "cpu", here) is None
-    assert expected(known, "m/fsdp", "other-fix", NOW, "cpu", here) is not None, (
+    same = Situation("m/fsdp", NOW, "cpu", {"cpu_fp16": False})
+    assert expected(known, "fix", same) is not None
+    assert expected(known, "fix", same._replace(facts=here)) is None
+    assert expected(known, "other-fix", same._replace(facts=here)) is not None, (
         "it does not depend on it"
     )
     unknown = case(expect=[both], **FP16)
-    assert expected(unknown, "m/fsdp", "fix", NOW, "cpu", {"cpu_fp16": False}) is None
+    assert expected(unknown, "fix", same) is None
 
 
 def test_expectation_carries_the_capabilities_that_its_variants_depend_on() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from observations import case, control
 from repro_matrix.config.expectations import Expectation
-from repro_matrix.grading.expected import comparison, expected
+from repro_matrix.grading.expected import Situation, comparison, expected
 from repro_matrix.records.outcome import FailureId, Verdict
 
 STACK = ("torch", "transformers", "peft")
@@ -41,7 +41,10 @@ def found(
     verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict, "x")
     versions = {name: text for name, text in zip(STACK, at.split()) if text != "-"}
     return comparison(
-        known, "m/fsdp", next(iter(entries[0]["verdicts"])), verdict, versions, hardware
+        known,
+        next(iter(entries[0]["verdicts"])),
+        Situation("m/fsdp", versions, hardware),
+        verdict,
     )
 
 
@@ -241,14 +244,12 @@ def test_variant_with_a_stack_of_its_own_has_no_nearest_releases() -> None:
     variant = own.variants["fix"].model_copy(update={"stack": "newer"})
     own = own.model_copy(update={"variants": {**own.variants, "fix": variant}})
     versions = {"torch": "2.11.0", "transformers": "5.17.0"}
-    assert (
-        comparison(own, "m/fsdp", "fix", Verdict("FIXED", "x"), versions, "cpu")["expected"]
-        == "no_expectation"
-    )
+    here = Situation("m/fsdp", versions, "cpu")
+    assert comparison(own, "fix", here, Verdict("FIXED", "x"))["expected"] == "no_expectation"
 
 
 def test_nothing_between_is_expected_as_if_it_was_measured() -> None:
     """`repro accept`, claims and bisection read this."""
     known = case(expect=[Expectation.model_validate(one).model_dump() for one in AGREE])
     versions = dict(zip(STACK, ("2.11.0", "5.17.0", "0.21.0")))
-    assert expected(known, "m/fsdp", "fix", versions, "cpu") is None
+    assert expected(known, "fix", Situation("m/fsdp", versions, "cpu")) is None

@@ -21,7 +21,7 @@ from observations import (
     summary_rows,
 )
 from repro_matrix.baseline.derivation import exit_code
-from repro_matrix.grading.regrade import outcomes_of, regrade
+from repro_matrix.grading.regrade import regrade, with_outcomes
 from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, wilson
 from repro_matrix.records.outcome import Outcome, Recognized, Verdict
 
@@ -365,9 +365,14 @@ def test_variant_on_its_own_stack_has_its_own_versions() -> None:
             variants={"unfixed": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}}
         )
     }
-    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].outcome == "passed"
+
+    def graded() -> Any:
+        made = with_outcomes(stored, own[CASE.slug], own)
+        return made["variants"]["fix"]["attempts"][0]["outcome"]
+
+    assert graded()["outcome"] == "passed"
     stored["variants"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = STACK
-    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].infra_error == "environment_changed"
+    assert graded()["infra_error"] == "environment_changed"
 
 
 SEEN = st.sampled_from([FAILS, WORKS])

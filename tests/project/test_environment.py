@@ -13,7 +13,7 @@ from hostile import HOSTILE
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import attempt_of
-from repro_matrix.config.settings import RunSettings, building, compose_run, inherited
+from repro_matrix.config.settings import RunSettings, compose_run, inherited
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
 from repro_matrix.launch.forkserver import server_environment
@@ -54,8 +54,8 @@ def test_inherited_returns_only_the_allow_list(given_env: dict[str, str]) -> Non
     kept = inherited(given=given_env)
     assert kept == {name: value for name, value in given_env.items() if name in kept}
     assert not kept.keys() & HOSTILE.keys() and given_env.keys() & KEPT <= kept.keys()
-    assert kept.items() <= inherited(hub=True, given=given_env).items()
-    assert kept.items() <= building(given_env).items()
+    assert kept.items() <= inherited("hub", given=given_env).items()
+    assert kept.items() <= inherited("build", given=given_env).items()
 
 
 def test_inherited_contains_hub_variables_only_for_hub_weights() -> None:
@@ -67,12 +67,12 @@ def test_inherited_contains_hub_variables_only_for_hub_weights() -> None:
         "MAX_JOBS": "8",
     }
     assert inherited(given=mine) == {}
-    assert inherited(hub=True, given=mine) == {
+    assert inherited("hub", given=mine) == {
         "HF_TOKEN": "t",
         "HF_HOME": "/mine",
         "https_proxy": "http://p",
     }
-    assert building(mine) == {"MAX_JOBS": "8"}
+    assert inherited("build", given=mine) == {"MAX_JOBS": "8"}
 
 
 def test_env_setting_is_passed_on_literally(tmp_path: Path) -> None:

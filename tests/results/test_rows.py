@@ -25,9 +25,10 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import adapter
 from repro_matrix.results import runs, summary
 from repro_matrix.results.projection import with_catalog
-from repro_matrix.results.rows import Row, adapter
+from repro_matrix.results.rows import Row
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, load_rows, lost, write_rows
 
@@ -98,7 +99,7 @@ def test_load_rows_grades_only_stale_cells(
     write_rows(folder, stored)
     if how == "cut":
         lines = (folder / SUMMARY).read_bytes().splitlines(keepends=True)
-        others = [line for line in lines if adapter().validate_json(line).evidence != first]
+        others = [line for line in lines if adapter(Row).validate_json(line).evidence != first]
         (folder / SUMMARY).write_bytes(b"".join(others) + lines[0][:200])
     elif how == "verdict":  # of a row that is otherwise fresh
         path = folder / SUMMARY
@@ -186,14 +187,14 @@ def test_load_rows_reads_what_a_run_appended(
         summary.stored_rows(folder, [])
     assert time.process_time() - began < 3, "10,000 rows"
     assert load_rows(folder, cases) == rows and graded == []
-    line = json.loads(adapter().dump_json(rows[0]))
+    line = json.loads(adapter(Row).dump_json(rows[0]))
     del line["title"]
     with pytest.raises(ValueError, match="title"):
-        adapter().validate_python(line)
+        adapter(Row).validate_python(line)
 
 
 @pytest.mark.parametrize(
-    "how", ["verdict", "fingerprint", "record", "versions", "outcome", "truncated"]
+    "how", ["verdict", "fingerprint", "settings", "record", "versions", "outcome", "truncated"]
 )
 def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[str, Case]) -> None:
     rows = load_rows(folder, cases)
@@ -209,6 +210,8 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
         )
     elif how == "fingerprint":
         document["variants"]["unfixed"]["fingerprint"] = "edited"
+    elif how == "settings":
+        list(document["variants"].values())[-1]["settings"] = {"variant": "another"}
     elif how == "record":
         attempt["ranks"][0]["record"]["pid"] = attempt["ranks"][0]["pid"] + 1
     elif how == "versions":
@@ -225,7 +228,7 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
     assert found and all(rows[0].evidence in text or how == "verdict" for text in found)
     notes: list[str] = []
     left = {row.evidence for row in load_rows(folder, cases, notes)}
-    contradicts = how in ("fingerprint", "record", "versions", "truncated")
+    contradicts = how in ("fingerprint", "settings", "record", "versions", "truncated")
     assert (rows[0].evidence in left) != contradicts, "a report does not grade it"
     assert any(rows[0].evidence in text for text in lost(notes)) == contradicts
 

@@ -254,7 +254,7 @@ def test_script_changed_during_the_run_is_infra(
             name: made[0]["outcome"].get("infra_error") for name, made in attempts.items() if made
         }
 
-    summary = run(tmp_path, Fake(save), code=code_hashes(copied))
+    summary = run(tmp_path, Fake(save), code=code_hashes(copied, copied.cases))
     assert outcomes(summary) == {
         "unfixed": None,
         "root-call": "script_error",

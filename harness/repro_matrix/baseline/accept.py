@@ -28,7 +28,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.project import Project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ResultsError
-from repro_matrix.grading.expected import as_expected, expected, machine
+from repro_matrix.grading.expected import Situation, as_expected, expected, machine
 from repro_matrix.grading.regrade import regrade as grade_documents
 from repro_matrix.paths import ROOT, write_text
 from repro_matrix.records.document import Document, kind_of
@@ -287,9 +287,10 @@ def _results(document: Document) -> Any:
 def _changes(case: Case, document: Document) -> Iterator[BaselineChange]:
     hardware = document["hardware"]
     versions = document["stack"]["versions"]
+    facts = hardware.get("capabilities", {})
+    here = Situation(document["params"], versions, kind_of(hardware), facts)
     for name, verdict in document["verdicts"].items():
-        facts = hardware.get("capabilities", {})
-        entry = expected(case, document["params"], name, versions, kind_of(hardware), facts)
+        entry = expected(case, name, here)
         old = _describe(entry.verdicts[name], entry.failure_ids_of(name) or ()) if entry else ""
         new = _describe(
             verdict["name"], [str(FailureId(**each)) for each in verdict.get("failure_ids", ())]

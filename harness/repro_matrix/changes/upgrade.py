@@ -25,7 +25,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks.spec import canonical
-from repro_matrix.grading.expected import basis, settings_difference
+from repro_matrix.grading.expected import Situation, basis, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
 from repro_matrix.planning.plan import needs
 from repro_matrix.results.rows import Row
@@ -327,7 +327,7 @@ class _Side:
         case, versions = self._ranged_over(cell.case, deciding), self.end.versions
         unfixed = variant == "unfixed"
         for name in case.variants if unfixed else [variant]:
-            found = basis(case, cell.where, name, versions, hardware)
+            found = basis(case, name, Situation(cell.where, versions, hardware))
             agree = found and not found.on_cpu and len(set(found.verdicts)) == 1
             if not (found and agree and (nearest or not found.releases)):
                 continue

@@ -22,7 +22,7 @@ from repro_matrix.environment import machine
 from repro_matrix.environment.profiles import settle_all
 from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.expected import basis, depends_on_capabilities
+from repro_matrix.grading.expected import Situation, basis, depends_on_capabilities
 from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
@@ -171,7 +171,7 @@ def _expected_here(
             if verdict in STATES:
                 return OUTCOMES[STATES[verdict]], near
         return "", []
-    known = basis(case, plan.cell.where, name, versions, plan.profile.kind)
+    known = basis(case, name, Situation(plan.cell.where, versions, plan.profile.kind))
     if known is None:
         return ("PASSED" if case.kind == "control" else ""), []
     near = list(known.releases)

@@ -69,25 +69,27 @@ class Catalogue:
     own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)
 
     @property
+    def groups(self) -> dict[str, Mapping[str, Any]]:
+        """Return group -> its options."""
+        options = (self.cases, self.models, self.strategies, self.stacks, self.hardware)
+        return dict(zip(GROUPS, options))
+
+    @property
     def left_out(self) -> list[str]:
         """Describe each file that is left out because it is invalid."""
-        groups = (self.cases, self.models, self.strategies, self.stacks, self.hardware)
+        groups = self.groups.values()
         return [str(error) for options in groups for error in left_out(options).values()]
 
     def script(self, case: Case) -> Path:
         file = self.own.get("case", {}).get(case.slug)
-        return (
-            project.current().script(case.script_name, file.parent)
-            if file
-            else self.repros / case.script_name
-        )
+        if file is None:
+            return self.repros / case.script_name
+        return project.current().script(case.script_name, file.parent)
 
     def files(self, settings: Mapping[str, Any]) -> dict[str, Path]:
         """Return group -> file of a variant's case, model and strategy that are the user's own."""
-        names = {
-            "case": settings["case"],
-            **{group: settings[group].get("slug") for group in ("model", "strategy")},
-        }
+        names = {group: settings[group].get("slug") for group in ("model", "strategy")}
+        names["case"] = settings["case"]
         return {
             group: self.own[group][name]
             for group, name in names.items()
@@ -100,15 +102,10 @@ def left_out(options: Mapping[str, Any]) -> dict[str, ConfigError]:
     return options.left_out if isinstance(options, Options) else {}
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse YAML. Raise yaml.YAMLError, also for a key that is given twice."""
-    return yaml.load(text, Loader=_Loader)
-
-
 def read_yaml(path: Path) -> Raw:
     """Read the mapping in a file. Raise ConfigError that names the file and the line."""
     try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -188,16 +185,8 @@ def load(
                     _patch(plain[name], *change)
                 options[name] = _validate_option(group, plain[name], files[name])
     _add_expectations(conf, groups["case"])
-    catalogue = Catalogue(
-        groups["case"],
-        groups["model"],
-        groups["strategy"],
-        groups["stack"],
-        groups["hardware"],
-        raws,
-        repros,
-        own,
-    )
+    known, models, strategies, stacks, hardware = groups.values()
+    catalogue = Catalogue(known, models, strategies, stacks, hardware, raws, repros, own)
     _check_patched_options(patches, catalogue)
     _check_cases(groups["case"], catalogue, conf, bool(patches))
     return catalogue
@@ -279,10 +268,10 @@ def _add_expectations(conf: Path, cases: Options[Case]) -> None:
     shipped = conf.parent / "results" / "expected"
     known: dict[str, Path] = {}
     for folder in dict.fromkeys([shipped, *([project.current().expected] if conf == CONF else ())]):
-        for path in (
-            path for path in sorted(folder.glob("*.yaml")) if path.stem not in cases.left_out
-        ):
+        for path in sorted(folder.glob("*.yaml")):
             slug = path.stem
+            if slug in cases.left_out:
+                continue
             try:
                 if slug not in cases:
                     raise unknown("case", slug, cases, shorten(path))
@@ -342,16 +331,10 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
 
 def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
     """Return the case without the models and strategies that are invalid, if others remain."""
-    groups: dict[str, Mapping[str, Any]] = {
-        "model": catalogue.models,
-        "strategy": catalogue.strategies,
-    }
-    if not any(map(left_out, groups.values())):
-        return case
     axes = {}
-    for axis, options in groups.items():
-        names = getattr(case.axes, axis)
-        axes[axis] = [name for name in names if name not in left_out(options)] or names
+    for axis in ("model", "strategy"):
+        names, invalid = getattr(case.axes, axis), left_out(catalogue.groups[axis])
+        axes[axis] = [name for name in names if name not in invalid] or names
     return case.model_copy(update={"axes": case.axes.model_copy(update=axes)})
 
 
@@ -361,26 +344,18 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
     if not script.is_file():
         scripts = [file.name for file in script.parent.glob("*.py")]
         raise unknown("script", case.script_name, scripts, f"{path}: script (in {script.parent})")
-    names: list[tuple[str, str | None, Mapping[str, Any], str]] = [
-        *(("model", name, catalogue.models, "axes.model") for name in case.axes.model),
-        *(("strategy", name, catalogue.strategies, "axes.strategy") for name in case.axes.strategy),
-    ]
+    groups = {**catalogue.groups, "case": {**catalogue.cases, **left_out(catalogue.cases)}}
+    names = [("model", name, "axes.model") for name in case.axes.model]
+    names += [("strategy", name, "axes.strategy") for name in case.axes.strategy]
     for variant_name, variant in case.variants.items():
-        where = f"variants.{variant_name}"
-        names.append(("model", variant.model, catalogue.models, where))
-        names.append(("strategy", variant.strategy, catalogue.strategies, where))
-        names.append(("stack", variant.stack, catalogue.stacks, where))
-    if case.also_matches:
-        known = {**catalogue.cases, **left_out(catalogue.cases)}
-        names += [("case", name, known, "also_matches") for name in case.also_matches]
-    for what, name, options, key in names:
-        if name and name not in options:
-            raise unknown(what, name, options, f"{path}: {key}")
-    models = {
-        *case.axes.model,
-        *(variant.model for variant in case.variants.values() if variant.model),
-    }
-    for name in sorted(models):
+        for group in ("model", "strategy", "stack"):
+            if name := getattr(variant, group):
+                names.append((group, name, f"variants.{variant_name}"))
+    names += [("case", name, "also_matches") for name in case.also_matches]
+    for group, name, key in names:
+        if name not in groups[group]:
+            raise unknown(group, name, groups[group], f"{path}: {key}")
+    for name in sorted({name for group, name, _ in names if group == "model"}):
         config = catalogue.models[name].config
         for key in case.preserve_config:
             if key not in config:
@@ -456,7 +431,7 @@ def _check_variants_differ(case: Case, path: str) -> None:
     """
     first: dict[str, str] = {}
     for name, variant in case.variants.items():
-        changed = json.dumps(_own_settings(case, variant), sort_keys=True, default=str)
+        changed = json.dumps(_settings(case, variant), sort_keys=True, default=str)
         if changed in first:
             twin = first[changed]
             raise ConfigError(
@@ -465,26 +440,14 @@ def _check_variants_differ(case: Case, path: str) -> None:
         first[changed] = name
 
 
-def _own_settings(case: Case, variant: Variant) -> dict[str, Any]:
-    """Return what a variant sets to another value than the case.
-
-    The plan finds the rest.
-    """
-    found = variant.model_dump(
+def _settings(case: Case, variant: Variant) -> dict[str, Any]:
+    """Return the settings of a variant, as far as the case's file shows them."""
+    own = variant.model_dump(
         exclude={"role", "help", "requires", "invariants"}, exclude_defaults=True
     )
-    usual = {
-        "flags": {name: flag.default for name, flag in case.flags.items()},
-        "options": case.options,
-    }
-    for group, values in usual.items():
-        given = found.pop(group, {})
-        found |= {
-            f"{group}.{name}": given[name]
-            for name in given
-            if repr(given[name]) != repr(values.get(name))
-        }
-    return found
+    defaults = {name: flag.default for name, flag in case.flags.items()}
+    options = {**case.options, **variant.options}
+    return {**own, "flags": {**defaults, **variant.flags}, "options": options}
 
 
 def _check_options(

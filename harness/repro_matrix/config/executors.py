@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 import yaml
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from repro_matrix.config.catalog import read_yaml
+from repro_matrix.config.catalog import parse_file, read_yaml
 from repro_matrix.config.project import conf_folders
 from repro_matrix.config.vocabulary import Strict
-from repro_matrix.errors import ConfigError, describe_validation, unknown
+from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.paths import CONF
 
 LOCAL = "local"
@@ -59,7 +58,7 @@ def split(texts: Sequence[str]) -> tuple[SlurmExecutor | None, list[str]]:
         if changed:
             raise ConfigError(f"{changed[0][0]}: add executor=slurm.")
         return None, rest
-    values = deepcopy(read_yaml(files[name]))
+    values = read_yaml(files[name])
     for match in changed:
         *groups, key = match[1][1:].split(".")
         target = values
@@ -67,7 +66,4 @@ def split(texts: Sequence[str]) -> tuple[SlurmExecutor | None, list[str]]:
             target = target.setdefault(group, {})
         target[key] = yaml.safe_load(match[2])
     source = f"executor={name}" if changed else files[name]
-    try:
-        return SlurmExecutor.model_validate(values), rest
-    except ValidationError as error:
-        raise describe_validation(error, SlurmExecutor, source) from None
+    return parse_file(SlurmExecutor, values, source), rest

@@ -76,12 +76,10 @@ class FailureRule(Strict):
     case: str = ""  # the case that it is, in an older or another package's wording
     words: list[str] = Field(default=[])  # without them, words of the text
     any_level: bool = False  # also a line that a logger prints as information
-    place: Literal["any_line", "every_step", "last_line"] = (
-        "any_line"  # every_step: of the last ones, three or more
-    )
-    general: bool = (
-        False  # says that something failed, not what: a line that says more comes before it
-    )
+    # every_step: of the last ones, three or more
+    place: Literal["any_line", "every_step", "last_line"] = "any_line"
+    # says that something failed, not what: a line that says more comes before it
+    general: bool = False
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str | Action] = Field(min_length=1)
@@ -120,11 +118,8 @@ class FailureRule(Strict):
         ``several_ranks``: the log shows more than one.
         """
         found = re.search(self.text, message)
-        groups = (
-            {name: text for name, text in found.groupdict().items() if text is not None}
-            if found
-            else {}
-        )
+        named = found.groupdict() if found else {}
+        groups = {name: text for name, text in named.items() if text is not None}
         escaped = _Groups({name: re.escape(text) for name, text in groups.items()})
         for hint in (each for each in self.says if each.several_ranks in (None, several_ranks)):
             with suppress(KeyError):
@@ -200,7 +195,7 @@ def _device_patterns() -> tuple[tuple[re.Pattern[str], DeviceError], ...]:
 
 
 @lru_cache(4096)
-def device_error(message: str, code: int | None = None) -> DeviceError | None:
+def device_error(message: str, code: int | None) -> DeviceError | None:
     """Return the row that an exception's message, or the driver's number of its error, shows."""
     if code is not None and (
         coded := next((row for row in device_errors() if row.code == code), None)
@@ -277,12 +272,12 @@ def _exit_of(text: str) -> int:
     return int(code[1], 0) if code else 0
 
 
-def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRule | None:
+def rule_of(text: str, among: Iterable[FailureRule]) -> FailureRule | None:
     """Return the first rule that a line or a message shows.
 
     ``among``: the rules that its words allow. An exit code or a signal counts if no text does.
     """
-    for rule in rules().values() if among is None else among:
+    for rule in among:
         if rule.place == "any_line" and re.search(rule.text, text):
             return rule
     ended = _exit_of(text)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "repro_matrix.launchers"
-REFERENCE, DEFAULT = "torchrun", "forkserver"
+DEFAULT = "forkserver"
 SHIPPED = {
     DEFAULT: "repro_matrix.launch.forkserver:ForkserverLauncher",
-    REFERENCE: "repro_matrix.launch.torchrun:TorchrunLauncher",
+    "torchrun": "repro_matrix.launch.torchrun:TorchrunLauncher",
 }
 AUTO = "auto"  # the default launcher
 

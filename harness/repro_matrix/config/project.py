@@ -91,7 +91,19 @@ def current() -> Project:
 
     Raises ConfigError with the file and the key.
     """
-    return _project(Path.cwd())
+    folder, file, declared = _declaration()
+    if file is None and CHECKOUT:
+        return Project(ROOT, None, (), (), ROOT / "results", EXPECTED, BASELINE)
+    results = folder / declared.results
+    return Project(
+        folder,
+        file,
+        tuple(_existing_folder(folder, name, file, "conf") for name in declared.conf),
+        tuple(_existing_folder(folder, name, file, "scripts") for name in declared.scripts),
+        results,
+        folder / declared.expected if declared.expected else results / "expected",
+        folder / declared.baseline if declared.baseline else results / "baseline",
+    )
 
 
 def conf_folders(conf: Path = CONF) -> list[Path]:
@@ -106,7 +118,7 @@ def conf_folders(conf: Path = CONF) -> list[Path]:
     return list(dict.fromkeys([conf, *((*current().conf, *more) if conf == CONF else ())]))
 
 
-def group_files(group: str, conf: Path = CONF) -> dict[str, Path]:
+def group_files(group: str, conf: Path) -> dict[str, Path]:
     """Return a group's files by name, the shipped ones first.
 
     Raises ConfigError for a name that is in two folders.
@@ -123,7 +135,7 @@ def group_files(group: str, conf: Path = CONF) -> dict[str, Path]:
     return found
 
 
-def misnamed(group: str, conf: Path = CONF) -> list[Path]:
+def misnamed(group: str, conf: Path) -> list[Path]:
     """Return the files with the ending .yml, which are not read."""
     return [
         path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))
@@ -135,40 +147,24 @@ def published() -> list[Path]:
     return list(dict.fromkeys((current().baseline, BASELINE)))
 
 
-def _project(here: Path) -> Project:
-    folder, file = _nearest_project(here)
-    if file is None and CHECKOUT:
-        return Project(ROOT, None, (), (), ROOT / "results", EXPECTED, BASELINE)
-    declared = _read_declaration(file, file_state(file)) if file else Declared()
-    results = folder / declared.results
-    return Project(
-        folder,
-        file,
-        tuple(_existing_folder(folder, name, file, "conf") for name in declared.conf),
-        tuple(_existing_folder(folder, name, file, "scripts") for name in declared.scripts),
-        results,
-        folder / declared.expected if declared.expected else results / "expected",
-        folder / declared.baseline if declared.baseline else results / "baseline",
-    )
+def _declaration() -> tuple[Path, Path | None, Declared]:
+    """Return the nearest folder that declares a project, its file, and what that says.
 
-
-def _nearest_project(here: Path) -> tuple[Path, Path | None]:
-    """Return the nearest folder that declares a project, and its file.
-
-    Else the repository's root, or ``here``.
+    Else the repository's root, or the working directory.
     """
+    here = Path.cwd()
     for folder in (here, *here.parents):
-        if file_state(folder / FILE):
-            return folder, folder / FILE
+        file = folder / FILE
+        if state := file_state(file):
+            return folder, file, _read_declaration(file, state)
         if (folder / ".git").exists():
-            return folder, None
-    return here, None
+            return folder, None, Declared()
+    return here, None, Declared()
 
 
 def make_folders() -> None:
     """Create the folders that the nearest repro.toml names."""
-    folder, file = _nearest_project(Path.cwd())
-    declared = _read_declaration(file, file_state(file)) if file else Declared()
+    folder, _, declared = _declaration()
     for name in (*declared.conf, *declared.scripts):
         (folder / name).mkdir(parents=True, exist_ok=True)
 

@@ -6,6 +6,7 @@ file, a key and the nearest valid choice.
 
 from __future__ import annotations
 
+import operator
 import re
 from datetime import date
 from pathlib import Path
@@ -55,9 +56,8 @@ class AmbiguousWith(Strict):
     """
 
     cause: str
-    ruled_out_by: Regex | None = (
-        None  # a regular expression: a line of the same log that rules the other cause out
-    )
+    # a regular expression: a line of the same log that rules the other cause out
+    ruled_out_by: Regex | None = None
 
 
 class Signature(Strict):
@@ -74,13 +74,11 @@ class Signature(Strict):
     message: Regex | None = None
     # backend (nccl, gloo) -> message, where the backends word it differently
     messages: dict[str, Regex] = {}
-    package: str | None = (
-        None  # exception: package of the innermost frame; log: package the record comes from
-    )
+    # exception: package of the innermost frame; log: package the record comes from
+    package: str | None = None
     frames: list[FramePattern] = []  # exception, hang and signal: each must match one of the frames
-    collective: CollectivePattern | None = (
-        None  # hang: in what the ranks disagree, beside the frames
-    )
+    # hang: in what the ranks disagree, beside the frames
+    collective: CollectivePattern | None = None
     logger: Regex | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     actual: tuple[float, float] | None = None  # check: the bounds of its wrong numbers
@@ -211,11 +209,9 @@ class Strategy(Needy):
         choices = self.choices.get(option)
         if choices is None:
             default = self.options[option]
-            return (
-                None
-                if type(value) is type(default)
-                else f"{value!r} is not of type {type(default).__name__}"
-            )
+            if type(value) is type(default):
+                return None
+            return f"{value!r} is not of type {type(default).__name__}"
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return None
         return f"{as_yaml(value)!r} is not valid{nearest(as_yaml(value), map(as_yaml, choices))}"
@@ -276,9 +272,8 @@ class Variant(Needy):
     env: dict[str, str] = {}
     # Beside the case's: the machine's facts that decide this variant's answer.
     depends_on_capabilities: list[Capability] = []
-    invariants: Invariants | None = (
-        None  # instead of its strategy's, where the fix gives up a part of the strategy
-    )
+    # instead of its strategy's, where the fix gives up a part of the strategy
+    invariants: Invariants | None = None
 
 
 class Launch(Strict):
@@ -290,15 +285,12 @@ class Launch(Strict):
     deadline: float = Field(default=120, gt=0)
     imports: list[str] = []  # what a fork server imports ahead for this case
     cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
-    process_group: bool = (
-        True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
-    )
-    backend: Literal["fake"] | None = (
-        None  # of the group; fake: no communication (simulated); default: the hardware's
-    )
-    normal_exit: bool = (
-        False  # True: let the interpreter end normally; how the process ends is what is tested
-    )
+    # False: the script (Trainer, deepspeed) initialises torch.distributed itself
+    process_group: bool = True
+    # of the group; fake: no communication (simulated); default: the hardware's
+    backend: Literal["fake"] | None = None
+    # True: let the interpreter end normally; how the process ends is what is tested
+    normal_exit: bool = False
     env: dict[str, str] = {}
 
 
@@ -307,9 +299,8 @@ class Requires(Strict):
     gpus: int = Field(default=0, ge=0)
     # On GPUs every rank computes on every GPU: one in an exclusive mode lets one process in.
     requires_default_compute_mode: bool = False
-    divisible: bool = (
-        True  # tp must divide the heads; False: that is what the case is about, or it sets its own
-    )
+    # tp must divide the heads; False: that is what the case is about, or it sets its own
+    divisible: bool = True
     stack: str | None = None  # the shipped stack on which the case is known to reproduce
     reason: str = ""
 
@@ -346,16 +337,13 @@ class Case(Strict):
     simulated: str | None = None  # what is simulated; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores
     pass_criteria: PassCriteria  # what a variant must show to count as passed
-    accelerator: Literal["cpu"] | None = (
-        None  # cpu: it never touches a GPU, or cannot show itself on one
-    )
-    allow_gpu_sharing: bool = (
-        False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
-    )
+    # cpu: it never touches a GPU, or cannot show itself on one
+    accelerator: Literal["cpu"] | None = None
+    # ranks may share one GPU (gloo, CUDA tensors): it still means something
+    allow_gpu_sharing: bool = False
     min_ranks: int = Field(default=2, ge=1)  # with fewer ranks it says nothing
-    supports_other_world_sizes: bool = (
-        False  # more ranks than its own (launch.world_size) ask the same question
-    )
+    # more ranks than its own (launch.world_size) ask the same question
+    supports_other_world_sizes: bool = False
     steps: int = Field(default=3, ge=1)  # training steps
     repeat: int = Field(default=1, ge=1)  # attempts per variant
     requires: Requires = Requires()  # what stack and machine must have; else the cell is skipped
@@ -454,6 +442,7 @@ class Case(Strict):
 # options
 
 VARIANT = "unfixed"  # its one variant
+COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 INFINITE = 1e308  # stands for infinity, which JSON does not have
 
 
@@ -470,13 +459,7 @@ class Metric(Strict):
     limit: float = 0.0
 
     def violated_by(self, value: float) -> bool:
-        comparisons = {
-            "<": value < self.limit,
-            "<=": value <= self.limit,
-            ">": value > self.limit,
-            ">=": value >= self.limit,
-        }
-        return comparisons.get(self.op, False)
+        return self.op != "" and COMPARISONS[self.op](value, self.limit)
 
 
 class AdhocCase(Case):

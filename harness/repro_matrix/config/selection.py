@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
+from repro_matrix.config.catalog import parse_file
 from repro_matrix.config.project import conf_folders
 from repro_matrix.config.settings import as_path, quoted
 from repro_matrix.config.vocabulary import Area, Strict
-from repro_matrix.errors import ConfigError, describe_validation, unknown
+from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.paths import CONF
 
 GROUPS = ("case", "model", "strategy", "stack", "hardware")
@@ -225,10 +226,7 @@ def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
 
 def _block(name: str, raw: Any, line: Selection) -> Selection:
     source = _block_source(name)
-    try:
-        block = Block.model_validate(raw or {})
-    except ValidationError as error:
-        raise describe_validation(error, Block, source) from None
+    block = parse_file(Block, raw or {}, source)
     axes = {axis: getattr(line if axis in line.given else block, axis) for axis in AXES}
     # A model of the command line need not fit all cases that the block names: it narrows their
     # models.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from repro_matrix.config.catalog import read_yaml
+from repro_matrix.config.catalog import parse_file, read_yaml
 from repro_matrix.config.launchers import AUTO, SHIPPED, launchers
 from repro_matrix.config.project import conf_folders
 from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
@@ -82,19 +82,16 @@ OVERRIDE_GROUPS = (
 )
 
 
-def stored_run(conf: Path = CONF) -> RunSettings:
+def stored_run() -> RunSettings:
     """Return the settings of conf/config.yaml.
 
     Raises ConfigError for an unknown key or an invalid value.
     """
-    path = conf / "config.yaml"
+    path = CONF / "config.yaml"
     values = read_yaml(path)
     if values.pop("defaults", ["_self_"]) != ["_self_"]:
-        return compose_run([], conf)  # Hydra takes half a second to import
-    try:
-        return RunSettings.model_validate(values)
-    except ValidationError as error:
-        raise describe_validation(error, RunSettings, path) from None
+        return compose_run([])  # Hydra takes half a second to import
+    return parse_file(RunSettings, values, path)
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
@@ -135,8 +132,7 @@ def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
         raise ConfigError(f"{named}: it has no block. Add 'matrix:' with a name and axes below it.")
     settings.env |= env
     for name in settings.env:
-        reason = refused(name)
-        if reason:
+        if reason := _refused(name):
             raise ConfigError(f"env.{name}: {reason}")
     return settings
 
@@ -244,18 +240,13 @@ def _variables() -> dict[str, list[str]]:
     return read_yaml(Path(__file__).with_name("environment.yaml"))
 
 
-def inherited(hub: bool = False, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables with which a rank starts; ``given`` defaults to this process's."""
-    return _chosen(given, "places", "toolchain", *(["hub"] if hub else []))
+def inherited(*more: str, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the user's variables with which a process of a stack starts.
 
-
-def building(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return those of a process that compiles extensions: it reads more than ranks may."""
-    return _chosen(given, "places", "toolchain", "build")
-
-
-def _chosen(given: Mapping[str, str] | None, *groups: str) -> dict[str, str]:
-    names = {name for group in groups for name in _variables()[group]}
+    ``more``: the group ``hub`` for a rank with real weights, ``build`` for a process that compiles
+    extensions. ``given`` defaults to this process's.
+    """
+    names = {name for group in ("places", "toolchain", *more) for name in _variables()[group]}
     environ = os.environ if given is None else given
     return {
         name: value for name, value in environ.items() if name in names or name.startswith("LC_")
@@ -267,11 +258,11 @@ def set_by_launch(name: str) -> bool:
     return bool(_CONTRACT.fullmatch(name))
 
 
-def refused(name: str) -> str | None:
+def _refused(name: str) -> str | None:
     """Return why the setting ``env`` cannot set a variable, or None."""
     if not _NAME.fullmatch(name):
         return "not the name of an environment variable"
-    if _CONTRACT.fullmatch(name):
+    if set_by_launch(name):
         return "the launch itself sets it for every attempt"
     if name in ("PYTHONPATH", "PYTHONHOME"):
         return (

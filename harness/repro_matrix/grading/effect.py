@@ -26,9 +26,8 @@ from repro_matrix.grading.observation import Evidence, Rank, peak_bytes
 from repro_matrix.records.attempt import STARTING, Effect, StrategySettings
 from repro_matrix.text import list_ranks
 
-SHARE = (
-    1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
-)
+# a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
+SHARE = 1.1
 SPARE = 0.01  # ... and this part of the whole
 WHOLE = 0.9  # what counts as the whole: a few parameters may have no gradient
 # what is only loaded or saved may stay on the host
@@ -42,8 +41,7 @@ _HOLDS = {
 
 def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
     """Return the first reason to doubt that the variant's settings took effect, or None."""
-    strategy = attempt.settings.get("strategy", {})
-    invariants = strategy.get("invariants")
+    invariants = attempt.settings.get("strategy", {}).get("invariants")
     if not invariants:
         return "its settings hold no promises of the strategy"
     changed = case.variants[variant].invariants if variant in case.variants else None
@@ -51,9 +49,7 @@ def missing_effect(case: Case, variant: str, attempt: Evidence) -> str | None:
     return (
         _process_group(attempt)
         or _gpu_use(case, attempt)
-        or _strategy(
-            attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind
-        )
+        or _strategy(case, attempt, promised)
         or _measurements(case, attempt)
         or _unread_setting(case, variant, attempt)
     )
@@ -126,25 +122,20 @@ def _gpu_use(case: Case, attempt: Evidence) -> str | None:
     """
     if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
         return None
+    devices = number(attempt.settings.get("devices")) or 0
     for rank in attempt.ranks:
         if not (peak_bytes(rank.record, "gpu") or 0) > 0:
             return f"no GPU was in effect: rank {rank.rank} used no memory of one"
-        devices = number(attempt.settings.get("devices"))
-        if (devices or 0) > attempt.world_size and not any(
-            each.name == "split" for each in rank.checks
-        ):
-            return (
-                f"no evidence on rank {rank.rank} that the model was split over {_value(devices)}"
-                " GPUs"
-            )
+        split = any(check.name == "split" for check in rank.checks)
+        if devices > attempt.world_size and not split:
+            return f"no evidence on rank {rank.rank} that the model was split over {devices:g} GPUs"
     return None
 
 
-def _strategy(
-    attempt: Evidence, slug: str, promised: Mapping[str, Any], strategy: StrategySettings, kind: str
-) -> str | None:
-    ranks = max(attempt.world_size, 1)
-    parts = max(ranks // _replicas(strategy), 1)
+def _strategy(case: Case, attempt: Evidence, promised: Mapping[str, Any]) -> str | None:
+    slug, kind = attempt.strategy or "the strategy", case.pass_criteria.kind
+    ranks = attempt.world_size
+    parts = max(ranks // replicas(attempt.settings["strategy"]), 1)
     for what in ("parameters", "gradients", "updates"):
         wanted = promised.get(what)
         if wanted not in ("whole", "shard", "part"):
@@ -168,13 +159,13 @@ def _strategy(
     return None
 
 
-def _replicas(strategy: StrategySettings) -> int:
+def replicas(strategy: StrategySettings) -> int:
     """Return how often the ranks together hold the model, by the strategy's options."""
     options = strategy.get("options", {})
     for option, values in strategy.get("replicas", {}).items():
-        replicas = values.get(str(options.get(option)))
-        if isinstance(replicas, int) and replicas > 0:
-            return replicas
+        copies = values.get(str(options.get(option)))
+        if isinstance(copies, int) and copies > 0:
+            return copies
     return 1
 
 
@@ -185,12 +176,10 @@ def wrong_shares(what: str, wanted: str, shares: list[float], ranks: int, parts:
     """
     everyone = min(shares) >= WHOLE
     if wanted == "whole":
+        if everyone:
+            return None
         low = shares.index(min(shares))
-        return (
-            None
-            if everyone
-            else f"rank {low} holds {shares[low]:.0%} of the {what}, all were promised"
-        )
+        return f"rank {low} holds {shares[low]:.0%} of the {what}, all were promised"
     if ranks > 1 and everyone and (parts > 1 or wanted == "part"):
         return f"every rank {_HOLDS[what]}"
     if sum(shares) < WHOLE * (ranks // parts if wanted == "shard" else 1) * len(shares) / ranks:

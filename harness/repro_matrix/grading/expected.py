@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
@@ -28,72 +28,63 @@ UNSTORED = "documented to help; no expectation is stored"
 PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
 
-def expected(
-    case: Case,
-    where: str,
-    variant: str,
-    versions: Mapping[str, str],
-    hardware: str,
-    facts: Mapping[str, Any] | None = None,
-) -> Expectation | None:
-    """Return the expectation of a variant of a cell, with this variant's verdict only; or None.
+class Situation(NamedTuple):
+    """A cell on a machine, with the releases of a stack.
 
     ``where`` contains the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its kind
-    ("sm_80"); ``facts`` are the machine's capabilities. If one of them that the variant depends on
+    ("sm_80"); ``facts`` are the machine's capabilities. If one of them that a variant depends on
     differs, or is unknown, nothing is expected.
+    """
+
+    where: str
+    versions: Mapping[str, str]
+    hardware: str
+    facts: Mapping[str, Any] = {}
+
+
+def expected(case: Case, variant: str, here: Situation) -> Expectation | None:
+    """Return the expectation of a variant of a cell, with this variant's verdict only; or None.
 
     The most specific of several expectations wins: one with a list of cells, then the one with more
     version bounds, then the later in the file.
     """
     best: tuple[tuple[int, int], Expectation] | None = None
-    for cells, entry in _of_variant(case, where, variant, hardware, facts):
-        bounds = _bounds(entry.versions, versions)
+    for cells, entry in _of_variant(case, variant, here):
+        bounds = _bounds(entry.versions, here.versions)
         if bounds is not None and (best is None or (cells, bounds) >= best[0]):
             best = (cells, bounds), entry
     return best[1] if best else None
 
 
-def _of_variant(
-    case: Case, where: str, variant: str, hardware: str, facts: Mapping[str, Any] | None
-) -> Iterator[tuple[int, Expectation]]:
+def _of_variant(case: Case, variant: str, here: Situation) -> Iterator[tuple[int, Expectation]]:
     """Yield the expectations of a variant on any release, with its verdict only.
 
     Each with 1 if the entry lists the cell, else 0.
     """
-    cell, needed = _split(case, where), depends_on_capabilities(case, variant)
+    cell, needed = _split(case, here.where), depends_on_capabilities(case, variant)
     for entry in case.expect:
-        if variant not in entry.verdicts or hardware != entry.hardware:
+        if variant not in entry.verdicts or here.hardware != entry.hardware:
             continue
         cells = _cell_rank(case, entry.cells, cell)
-        if cells is not None and not capability_difference(needed, facts or {}, entry.capabilities):
+        if cells is not None and not capability_difference(needed, here.facts, entry.capabilities):
             ids = {variant: entry.failure_ids[variant]} if variant in entry.failure_ids else {}
             only = {"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": ids}
             yield cells, entry.model_copy(update=only)
 
 
-def basis(
-    case: Case,
-    where: str,
-    variant: str,
-    versions: Mapping[str, str],
-    hardware: str,
-    facts: Mapping[str, Any] | None = None,
-) -> Basis | None:
+def basis(case: Case, variant: str, here: Situation) -> Basis | None:
     """Return the expectation with which a verdict is compared.
 
     That is the one of these releases on this hardware, else of the nearest releases, else of a CPU.
     A variant with a stack of its own depends on other releases too: it has no nearest ones.
     """
     own_stack = variant in case.variants and case.variants[variant].stack
-    for kind in dict.fromkeys((hardware, PREDICTING)):
-        same = expected(case, where, variant, versions, kind, facts)
-        entries = (
-            ()
-            if own_stack
-            else (entry for _, entry in _of_variant(case, where, variant, kind, facts))
-        )
-        if found := Basis((same,)) if same else nearest_expectation(entries, versions):
-            return replace(found, on_cpu=kind != hardware)
+    for kind in dict.fromkeys((here.hardware, PREDICTING)):
+        there = here._replace(hardware=kind)
+        same = expected(case, variant, there)
+        entries = () if own_stack else (each for _, each in _of_variant(case, variant, there))
+        if found := Basis((same,)) if same else nearest_expectation(entries, here.versions):
+            return replace(found, on_cpu=kind != here.hardware)
     return None
 
 
@@ -140,20 +131,12 @@ def compare_verdict(
     return "differs_from_prediction" if known.beyond and not (worked and fails) else "unexpected"
 
 
-def comparison(
-    case: Case,
-    where: str,
-    variant: str,
-    verdict: Verdict,
-    versions: Mapping[str, str],
-    hardware: str,
-    facts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def comparison(case: Case, variant: str, here: Situation, verdict: Verdict) -> dict[str, Any]:
     """Return how a verdict compares with its expectation, as a document stores it.
 
     With the expected verdict, and the place of its measurement if that is not here.
     """
-    known = basis(case, where, variant, versions, hardware, facts)
+    known = basis(case, variant, here)
     role = case.variants[variant].role if variant in case.variants else "probe"
     state = compare_verdict(verdict, known, role, case.kind == "control")
     known = None if state in NOTHING_STORED else known
@@ -191,10 +174,9 @@ def failure_note(verdict: Verdict, known: Basis | None) -> str:
         where = ", on a CPU" if known.on_cpu else ""
         notes.append(f"{how} {list_some(list(dict.fromkeys(sides)))}{where}")
     differing = [entry for entry in known.entries if not _agrees(verdict, entry)]
-    for entry in (differing or known.entries)[:1] if verdict.name in FAILING else ():
+    entry = (differing or known.entries)[0]
+    if verdict.name in FAILING and verdict.name in entry.verdicts.values():
         (listed,) = map(entry.failure_ids_of, entry.verdicts)
-        if verdict.name not in entry.verdicts.values():
-            continue
         if not listed:
             notes.append("the expectation lists no failure")
         elif differing:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from repro_matrix.records.outcome import StoredOutcome
+from repro_matrix.text import first_line
 
 TEXT = 160  # characters
 # Parts that differ between runs in the same message: addresses in memory and on the network,
@@ -21,7 +22,7 @@ _VARYING = (
 
 def comparable_text(message: str) -> str:
     """Return a message's first line without what differs from run to run."""
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    line = first_line(message, len(message))
     for pattern, instead in _VARYING:
         line = pattern.sub(instead, line)
     return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
@@ -43,11 +44,8 @@ def _message(case: str, outcome: StoredOutcome) -> str:
     """Return a failure's message, with the type of an exception of the same rank."""
     known = next((item for item in outcome["recognized"] if item["case"] == case), None)
     primary = outcome["primary"]
-    message = (
-        (known["message"] if known else "")
-        or (primary["message"] if primary else "")
-        or outcome["reason"]
-    )
+    messages = (each["message"] for each in (known, primary) if each)
+    message = next(filter(None, messages), outcome["reason"])
     # The message's size may depend on the rank, and which rank was first is chance.
     same = primary is not None and (known is None or primary["rank"] in known["ranks"])
     if primary and same and primary.get("kind", "exception") == "exception":

@@ -236,7 +236,7 @@ def _recognize(
     ]
     for known in [case, *possible]:
         # A check's name and a bare signal mean something within one script only.
-        unrelated = known.slug != case.slug and known.script_name != case.script_name
+        unrelated = known.script_name != case.script_name
         for signature in known.signatures:
             if unrelated and signature.kind in ("check", "signal"):
                 continue
@@ -279,11 +279,12 @@ def _judge(
         made = _judge_checks(case, attempt) if case.checks else None
         outcome = _failed(attempt, failures.first) or made or _printed(case, attempt)
         return (_left_behind(attempt) if outcome.outcome == "passed" else None) or outcome
-    return (
-        _failed(attempt, failures.first)
-        or _judge_checks(case, attempt)
-        or _effect(case, variant, attempt)
-    )
+    failed = _failed(attempt, failures.first) or _judge_checks(case, attempt)
+    if failed:
+        return failed
+    if missing := missing_effect(case, variant, attempt):
+        return _no_evidence("no_effect", first_line(missing))
+    return Outcome("passed", f"every rank finished; passed: {', '.join(case.pass_criteria.checks)}")
 
 
 # -- 4. and 5. hangs and failures that are not known
@@ -296,21 +297,11 @@ def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
         and all(rank.raised for rank in attempt.ranks if rank.terminated_by == "timeout")
     )
     if attempt.timed_out and not lost:
-        deadlock = attempt.hang["deadlock"] if attempt.hang else None
-        reason = (
-            f"its ranks are deadlocked: {deadlock}"
-            if deadlock
-            else f"the deadline of {attempt.deadline:g} s passed"
-        )
-        return Outcome(
-            "hang",
-            reason
-            + (
-                f"; {_describe_failure(first)}"
-                if first and not first.secondary
-                else _stuck(attempt)
-            ),
-        )
+        reason = f"the deadline of {attempt.deadline:g} s passed"
+        if attempt.hang and attempt.hang["deadlock"]:
+            reason = f"its ranks are deadlocked: {attempt.hang['deadlock']}"
+        failed = first and not first.secondary and f"; {_describe_failure(first)}"
+        return Outcome("hang", reason + (failed or _stuck(attempt)))
     if first:
         return Outcome("other_failure", _describe_failure(first), ranks=(first.rank,))
     for rank in attempt.ranks:
@@ -318,11 +309,8 @@ def _failed(attempt: Evidence, first: Failure | None) -> Outcome | None:
         if problem:
             return Outcome("other_failure", f"rank {rank.rank}: {problem}", ranks=(rank.rank,))
     if attempt.missing:
-        return Outcome(
-            "other_failure",
-            f"{list_ranks(attempt.missing)} left nothing behind",
-            ranks=tuple(attempt.missing),
-        )
+        reason = f"{list_ranks(attempt.missing)} left nothing behind"
+        return Outcome("other_failure", reason, ranks=tuple(attempt.missing))
     return None
 
 
@@ -347,16 +335,13 @@ def _stuck(attempt: Evidence) -> str:
 def _unfinished(rank: Rank) -> str | None:
     """Return why a rank that did not fail by itself is still not evidence of passing."""
     if rank.exit_code == 0 and rank.terminated_by == "self":
-        return None if rank.done else "exit 0 without its done marker"
-    end = fatal_signal(rank) or (
-        f"exit code {rank.exit_code}" if rank.exit_code is not None else "unknown end"
-    )
+        return None  # without its done marker it failed by itself
+    code = "unknown end" if rank.exit_code is None else f"exit code {rank.exit_code}"
+    end = fatal_signal(rank) or code
     how = "finished, but" if rank.done else "did not finish, and"
-    return (
-        f"{how} was ended by the {rank.terminated_by} ({end})"
-        if rank.terminated_by != "self"
-        else f"{how} {end}"
-    )
+    if rank.terminated_by == "self":
+        return f"{how} {end}"
+    return f"{how} was ended by the {rank.terminated_by} ({end})"
 
 
 # -- 6. to 9. of a user's script
@@ -461,10 +446,3 @@ def failed_checks(case: Case, attempt: Evidence) -> tuple[str, ...]:
     """Return the names of the checks that were required and not made, or that failed."""
     failed = [check.name for rank in attempt.ranks for check in rank.checks if check.failed]
     return tuple(dict.fromkeys([*_missing_checks(case, attempt), *failed]))
-
-
-def _effect(case: Case, variant: str, attempt: Evidence) -> Outcome:
-    missing = missing_effect(case, variant, attempt)
-    if missing:
-        return _no_evidence("no_effect", first_line(missing))
-    return Outcome("passed", f"every rank finished; passed: {', '.join(case.pass_criteria.checks)}")

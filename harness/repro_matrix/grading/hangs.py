@@ -175,8 +175,8 @@ def in_backward(stack: str) -> bool:
     return bool(main) and main[0].function == "_engine_run_backward"
 
 
-def _main_frames(stack: str) -> tuple[CodeLocation, ...]:
-    return next((thread.frames for thread in parse_threads(stack) if thread.main), ())
+def _main_frames(stack: str) -> list[CodeLocation]:
+    return next((thread.frames for thread in parse_threads(stack) if thread.main), [])
 
 
 def stable_stack(stack: str) -> str:
@@ -231,9 +231,8 @@ class RankCollectives:
 
     rank: int
     ended: bool = False
-    blocking_call: str = (
-        ""  # the function of torch.distributed in which its main thread waits; "" anywhere else
-    )
+    # the function of torch.distributed in which its main thread waits; "" anywhere else
+    blocking_call: str = ""
     entries: tuple[Entry, ...] | None = None
     complete: bool = False  # whether the recorder still holds all that the rank ever entered
 
@@ -343,40 +342,12 @@ def find_deadlock(ranks: Iterable[RankCollectives], busy_waiting: bool = False) 
     ):
         return None  # one is at work elsewhere, or sleeps: the others may be waiting for it
     mismatches = find_mismatches(known.values())
-    if mismatches:
-        return str(mismatches[0]) if _all_blocked(known, living, mismatches) else None
-    return None if any(each.pending for each in living.values()) else _by_calls(known, living)
-
-
-def _all_blocked(
-    known: Mapping[int, RankCollectives],
-    living: Mapping[int, RankCollectives],
-    mismatches: list[Mismatch],
-) -> bool:
-    """Return whether every living rank waits for an ended one, or for another blocked one."""
-    by_entry = {(one.group, one.sequence): one for one in mismatches}
-    blocked = set(known)  # the ended ones stay in it
-    while free := {
-        r for r in blocked & set(living) if not _waits_for(living[r], blocked, set(known), by_entry)
-    }:
-        blocked -= free
-    return set(living) <= blocked
-
-
-def _waits_for(
-    rank: RankCollectives,
-    blocked: set[int],
-    everyone: set[int],
-    by_entry: Mapping[tuple[Group, int], Mismatch],
-) -> bool:
-    if not rank.pending:
-        # it is not known for which rank it waits: for all of them
-        return bool(rank.blocking_call) and everyone - {rank.rank} <= blocked
-    for entry in rank.pending:
-        mismatch = by_entry.get((entry.group, entry.sequence))
-        if mismatch and (mismatch.contradicts or set(mismatch.missing) & blocked):
-            return True
-    return False
+    entered = [{entry[:2] for entry in each.pending} for each in living.values() if each.pending]
+    if not mismatches:
+        return None if entered else _by_calls(known, living)
+    # A rank without an entry waits for unknown ones: it is blocked if all others are.
+    stuck = {(one.group, one.sequence) for one in mismatches}
+    return None if any(map(stuck.isdisjoint, entered)) else str(mismatches[0])
 
 
 def _by_calls(

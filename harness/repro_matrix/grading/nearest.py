@@ -58,12 +58,12 @@ class _Neighbor:
 
     def is_near(self, others: Iterable[_Neighbor], package: str) -> bool:
         """Return whether it is as near as one of the others, on the same side."""
-        sign = self.signs.get(package, 0)
-        ends = [
-            other.ends[package] for other in others if sign and other.signs.get(package) == sign
-        ]
-        own = self.ends.get(package)
-        return not sign or any(end == own or (end < own) == (sign < 0) for end in ends if own)
+        sign = self.signs.get(package)
+        if not sign:
+            return True
+        own = self.ends[package]
+        ends = [other.ends[package] for other in others if other.signs.get(package) == sign]
+        return any(end == own or (end < own) == (sign < 0) for end in ends)
 
     @property
     def release(self) -> str:

@@ -47,18 +47,11 @@ def module_names(file: str) -> tuple[str, ...]:
     path = file.replace("\\", "/")
     found = _INSTALLED.search(path) or _STANDARD_LIBRARY.search(path)
     rest = found.group(1) if found else path.lstrip("/")
-    parts = [
-        part
-        for part in re.sub(r"\.(py|pyc|so|pyx)$", "", rest).split("/")
-        if part not in ("", ".", "..")
-    ]
-    if parts and parts[-1] == "__init__":
-        parts = parts[:-1]
-    return (
-        (".".join(parts),)
-        if found
-        else tuple(".".join(parts[start:]) for start in range(len(parts)))
-    )
+    names = re.sub(r"\.(py|pyc|so|pyx)$", "", rest).split("/")
+    parts = [part for part in names if part not in ("", ".", "..")]
+    if parts[-1:] == ["__init__"]:
+        parts.pop()
+    return tuple(".".join(parts[start:]) for start in range(1 if found else len(parts)))
 
 
 @lru_cache(maxsize=4096)
@@ -150,8 +143,8 @@ class Thread(NamedTuple):
     """Hold one thread of a stack dump: its printed frames, and their locations, innermost first."""
 
     main: bool
-    lines: tuple[str, ...]
-    frames: tuple[CodeLocation, ...]
+    lines: list[str]
+    frames: list[CodeLocation]
 
 
 def parse_threads(stack: str, packages: Mapping[str, str] | None = None) -> list[Thread]:
@@ -160,23 +153,21 @@ def parse_threads(stack: str, packages: Mapping[str, str] | None = None) -> list
     ``packages``: where the rank's packages are installed; without it, files are located by their
     path.
     """
-    found: list[tuple[bool, list[str], list[CodeLocation]]] = [(True, [], [])]
+    found = [Thread(True, [], [])]
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             # faulthandler calls the interrupted thread the current one; py-spy names the main
             # thread
-            found.append((line.startswith("Current") or "MainThread" in line, [], []))
+            found.append(Thread(line.startswith("Current") or "MainThread" in line, [], []))
             continue
         frame = _FAULTHANDLER.match(line) or _PYSPY.match(line)
         if frame:
-            found[-1][1].append(line.strip())
+            found[-1].lines.append(line.strip())
             # py-spy gives the qualified name (f.<locals>.wrapper); records and faulthandler give
             # the plain one
-            found[-1][2].append(
-                _located(frame["file"], frame["function"].rpartition(".")[2], packages)
-            )
-    threads = [Thread(main, tuple(lines), tuple(frames)) for main, lines, frames in found if lines]
-    return sorted(threads, key=lambda thread: not thread.main)
+            function = frame["function"].rpartition(".")[2]
+            found[-1].frames.append(_located(frame["file"], function, packages))
+    return sorted((each for each in found if each.lines), key=lambda thread: not thread.main)
 
 
 def _located(file: str, function: str, packages: Mapping[str, str] | None) -> CodeLocation:
@@ -309,7 +300,7 @@ class Rank:
         self.signal = data["signal"] or ""
         self.terminated_by = data["terminated_by"]
         record = data["record"]
-        self.record_error = _record_error(data)  # why the record is not evidence; ""
+        self.record_error = record_error(data)  # why the record is not evidence; ""
         self.wrote = record is not None and not self.record_error
         self.record: Record = record if record is not None and self.wrote else NO_RECORD
         self._exception = exception_of({**data, "record": self.record})
@@ -394,7 +385,7 @@ class Rank:
         return tuple(_located(file, function, self.packages) for file, function in frames)
 
 
-def _record_error(data: RankData) -> str:
+def record_error(data: RankData) -> str:
     """Return why a record is not evidence; "" if it is.
 
     It is damaged, of another rank, or written by another process than the started one.

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.expected import comparison, recorded_capabilities
+from repro_matrix.grading.expected import Situation, comparison, recorded_capabilities
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
-from repro_matrix.records.document import CellRecord, Document, VariantRecord, kind_of
+from repro_matrix.records.document import (
+    CellRecord,
+    Document,
+    GradedAttempt,
+    VariantRecord,
+    kind_of,
+)
 from repro_matrix.records.outcome import Outcome, StoredVerdict, Verdict
-
-Outcomes = dict[str, list[Outcome]]  # by variant
 
 
 def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> list[Document]:
@@ -28,69 +32,48 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> list[Do
     cells: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
         if case := cases.get(document["case"]):
-            now = with_outcomes(document, outcomes_of(document, case, cases))
+            now = with_outcomes(document, case, cases)
             graded.append(now)
             cells.setdefault((now["case"], now.get("cell_id", "")), []).append(now)
     for document in graded:  # copies: what was given is not changed
-        history = [
-            d
-            for d in cells[document["case"], document.get("cell_id", "")]
-            if _other_stack(d, document)
-        ]
+        history = cells[document["case"], document.get("cell_id", "")]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], history)
     return graded
 
 
 def with_expectations(document: Document, case: Case) -> Document:
     """Return a regraded document whose verdicts are compared with today's expectations."""
-    hardware = document["hardware"]
-    versions, kind, facts = (
-        document["stack"]["versions"],
-        kind_of(hardware),
-        hardware.get("capabilities", {}),
-    )
     where = document.get("params") or f"{document['model']}/{document['strategy']}"
+    versions, hardware = document["stack"]["versions"], document["hardware"]
+    here = Situation(where, versions, kind_of(hardware), hardware.get("capabilities", {}))
     verdicts = {}
     for name, stored in document["verdicts"].items():
-        compared = comparison(case, where, name, Verdict.from_json(stored), versions, kind, facts)
+        compared = comparison(case, name, here, Verdict.from_json(stored))
         verdicts[name] = {**stored, **compared}
     return {**document, "verdicts": verdicts}
 
 
-def outcomes_of(document: Document, case: Case, cases: Mapping[str, Case]) -> Outcomes:
-    """Grade the attempts of each variant that the case has by the case as it is now."""
+def with_outcomes(document: Document, case: Case, cases: Mapping[str, Case]) -> Document:
+    """Return the document with its attempts graded by the case as it is now.
+
+    Variants that the case does not have are omitted.
+    """
     stack = document["stack"]
-    outcomes = {}
+    variants: dict[str, VariantRecord] = {}
     for name, variant in document["variants"].items():
         if name not in case.variants:
             continue
         # A variant on a stack of its own: its versions are those that its own attempts were planned
         # with.
         planned = stack["versions"] if variant.get("stack") in (None, stack["name"]) else None
-        outcomes[name] = [
-            grade(case, name, made["observation"], cases, planned) for made in variant["attempts"]
-        ]
-    return outcomes
-
-
-def with_outcomes(document: Document, outcomes: Outcomes) -> Document:
-    """Return the document with these outcomes instead of its own.
-
-    Variants without an outcome are omitted.
-    """
-    variants: dict[str, VariantRecord] = {}
-    for name, graded in outcomes.items():
-        variant = document["variants"][name]
-        attempts = zip(variant["attempts"], graded)
-        variants[name] = {
-            **variant,
-            "attempts": [{**made, "outcome": each.to_json()} for made, each in attempts],
-        }
+        attempts: list[GradedAttempt] = []
+        for made in variant["attempts"]:
+            outcome = grade(case, name, made["observation"], cases, planned)
+            attempts.append({**made, "outcome": outcome.to_json()})
+        variants[name] = {**variant, "attempts": attempts}
     result: Document = {**document, "variants": variants}
-    return {
-        **result,
-        "hardware": {**result["hardware"], "capabilities": recorded_capabilities(result)},
-    }
+    capabilities = recorded_capabilities(result)
+    return {**result, "hardware": {**result["hardware"], "capabilities": capabilities}}
 
 
 def verdicts_of(
@@ -98,23 +81,19 @@ def verdicts_of(
 ) -> dict[str, StoredVerdict]:
     """Return the verdicts that follow from the document's outcomes.
 
-    ``history``: the same cell on other stacks.
+    ``history``: results of the same cell; those on other stacks of this machine count.
     """
-    outcomes = {
-        name: (
-            [Outcome("skipped", variant["skipped"])]
-            if variant["skipped"]
-            else [Outcome.from_json(attempt["outcome"]) for attempt in variant["attempts"]]
-        )
-        for name, variant in document["variants"].items()
-    }
+    others = [each for each in history if _other_stack(each, document)]
+    outcomes = {}
+    for name, variant in document["variants"].items():
+        outcomes[name] = [Outcome.from_json(made["outcome"]) for made in variant["attempts"]]
+        if variant["skipped"]:
+            outcomes[name] = [Outcome("skipped", variant["skipped"])]
     unfixed, stack = document["variants"].get("unfixed"), document["stack"]
-    settings, facts = (
-        unfixed["settings"] if unfixed else None,
-        document["hardware"].get("capabilities", {}),
-    )
+    settings = unfixed["settings"] if unfixed else None
+    facts = document["hardware"].get("capabilities", {})
     verdicts = judge(
-        case, outcomes, history, stack["versions"], settings, facts, stack.get("changed", ())
+        case, outcomes, others, stack["versions"], settings, facts, stack.get("changed", ())
     )
     return {name: verdict.to_json() for name, verdict in verdicts.items()}
 

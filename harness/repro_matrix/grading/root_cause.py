@@ -57,8 +57,8 @@ class Failure:
     ended_at: float  # by the rank's record; infinity where it wrote none
     type: str
     message: str
-    location: str
-    secondary: bool
+    location: str = ""
+    secondary: bool = False
     raised: RaisedException | None = None
     in_thread: bool = False
 
@@ -127,15 +127,8 @@ def failure_of(rank: Rank) -> Failure | None:
             rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, location, secondary
         )
     if not rank.done and rank.exit_code == 0:
-        return Failure(
-            rank.rank,
-            "left",
-            ended_at,
-            "exit code 0",
-            "it ended without its done marker",
-            "",
-            False,
-        )
+        message = "it ended without its done marker"
+        return Failure(rank.rank, "left", ended_at, "exit code 0", message)
     return None
 
 
@@ -172,9 +165,9 @@ def asynchronous_error(raised: RaisedException) -> str:
 
     The place of its exception is chance.
     """
-    error = (
-        device_error(raised.message, raised.error_code) if raised.names & _DEVICE_TYPES else None
-    )
+    if not raised.names & _DEVICE_TYPES:
+        return ""
+    error = device_error(raised.message, raised.error_code)
     return error.name if error and error.kind == "asynchronous" else ""
 
 
@@ -248,12 +241,8 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
     """
     if outcome.outcome not in ("reproduced", "other_failure"):
         return ()
-    reproduced = outcome.outcome == "reproduced"
-    known = (
-        [item for item in outcome.recognized if item.case == case]
-        if reproduced
-        else list(outcome.others(case))
-    )
+    own = tuple(item for item in outcome.recognized if item.case == case)
+    known = own if outcome.outcome == "reproduced" else outcome.others(case)
     if known:
         return (FailureId(case=known[0].case, signature=known[0].signature),)
     primary = outcome.primary

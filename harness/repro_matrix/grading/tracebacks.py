@@ -38,9 +38,8 @@ class Error:
     ranks: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()  # that the messages of equal errors name
     last: int = 0  # the line of the last equal one
-    after: int = (
-        0  # the line of the error of the same process that it was raised from, or while handling
-    )
+    # the line of the error of the same process that it was raised from, or while handling
+    after: int = 0
     ignored: bool = False  # Python went on after it, or a text quotes it
 
     @property

@@ -43,6 +43,7 @@ from repro_matrix.records.outcome import FAILING, Interval, Outcome, Verdict
 from repro_matrix.text import counted
 
 NO_EVIDENCE = ("skipped", "infra_error")
+Z = 1.959963984540054  # of a 95 % interval
 # The packages whose releases make failures come and go; other differences between stacks date
 # nothing.
 DATED = frozenset({*UPSTREAM, "trl"})
@@ -59,16 +60,13 @@ class OlderReproduction:
     not_comparable: str | None = None
 
 
-NO_HISTORY = OlderReproduction()
-
-
-def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
-    """Return the Wilson interval of a share k/n; (0, 1) when nothing was counted."""
+def wilson(k: int, n: int) -> Interval:
+    """Return the 95 % Wilson interval of a share k/n; (0, 1) when nothing was counted."""
     if n <= 0:
         return 0.0, 1.0
-    share, spread = k / n, z * z / n
+    share, spread = k / n, Z * Z / n
     centre = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
+    half = Z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
     low = 0.0 if k == 0 else max(0.0, centre - half)
     high = 1.0 if k == n else min(1.0, centre + half)
     return round(low, 4), round(high, 4)
@@ -104,9 +102,8 @@ def judge(
     verdicts = {
         variant: judge_pair(case.slug, unfixed, outcomes[variant], older) for variant in fixes
     }
-    if case.expect or any(outcome.outcome == "reproduced" for outcome in unfixed):
-        return verdicts
-    if any(_reproduced(document) for document in history):
+    reproduced = any(outcome.outcome == "reproduced" for outcome in unfixed)
+    if case.expect or reproduced or any(map(_reproduced, history)):
         return verdicts
     return {variant: _unproven(verdict, unfixed) for variant, verdict in verdicts.items()}
 
@@ -124,9 +121,13 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
     counted = evidence(outcomes)
     if not counted:
         return _why_no_evidence(outcomes)
-    names = [outcome.outcome for outcome in counted]
-    kinds = sorted(set(names), key=lambda kind: (-names.count(kind), kind))
-    return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
+    return shares(Counter(outcome.outcome for outcome in counted))
+
+
+def shares(counts: Counter[Any]) -> str:
+    """Return ``reproduced 2/3, passed 1/3``, the most frequent first."""
+    order = sorted(counts, key=lambda name: (-counts[name], name))
+    return ", ".join(f"{name} {counts[name]}/{counts.total()}" for name in order)
 
 
 def _unproven(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
@@ -150,7 +151,7 @@ def judge_pair(
     case: str,
     all_unfixed: Sequence[Outcome],
     all_fix: Sequence[Outcome],
-    older: OlderReproduction = NO_HISTORY,
+    older: OlderReproduction = OlderReproduction(),
 ) -> Verdict:
     """Grade a variant against the unfixed one, or any other one in its place."""
     unfixed, fix = evidence(all_unfixed), evidence(all_fix)
@@ -209,11 +210,8 @@ def _decide(
             count, fixes = len(unfixed), len(fix)
             shares = f"fails {count}/{count} without the fix, {fixes}/{fixes} with it"
             return "NOT_FIXED", f"{shares}: {why_fix}", fix
-    return (
-        "DIFFERENT_FAILURE",
-        f"unfixed {alone}; the fix shows a different failure: {why_fix}",
-        fix,
-    )
+    reason = f"unfixed {alone}; the fix shows a different failure: {why_fix}"
+    return "DIFFERENT_FAILURE", reason, fix
 
 
 def _control(outcomes: Sequence[Outcome]) -> Verdict:
@@ -276,17 +274,16 @@ def _older_reproduction(
     for document in filter(_reproduced, history):
         stack, unfixed = document["stack"], document["variants"]["unfixed"]
         older = stack["versions"]
-        if versions is None or is_older(older, versions):
-            known = ", ".join(
-                f"{name} {older[name]}" for name in ("torch", "transformers") if name in older
-            )
-            named = f"{stack['name'] or 'an older stack'}" + (f" ({known})" if known else "")
-            facts = document["hardware"].get("capabilities", {})
-            difference = settings_difference(settings, unfixed["settings"])
-            difference = difference or capability_difference(needed, needed, facts)
-            if difference is None:
-                return OlderReproduction(named)
-            not_comparable = not_comparable or f"{named}, where it reproduced: {difference}"
+        if versions is not None and not is_older(older, versions):
+            continue
+        known = [f"{name} {older[name]}" for name in ("torch", "transformers") if name in older]
+        named = (stack["name"] or "an older stack") + (f" ({', '.join(known)})" if known else "")
+        facts = document["hardware"].get("capabilities", {})
+        difference = settings_difference(settings, unfixed["settings"])
+        difference = difference or capability_difference(needed, needed, facts)
+        if difference is None:
+            return OlderReproduction(named)
+        not_comparable = not_comparable or f"{named}, where it reproduced: {difference}"
     return OlderReproduction(None, not_comparable)
 
 

@@ -237,7 +237,7 @@ def visible_devices(attempt: Attempt) -> dict[str, str]:
 def stack_environment(attempt: Attempt) -> dict[str, str]:
     """Return the variables that all attempts of a stack share: a fork server's environment."""
     hub = attempt.settings.get("model", {}).get("weights") == "hub"
-    env = inherited(hub) | {
+    env = inherited(*(["hub"] if hub else [])) | {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

@@ -33,13 +33,8 @@ from repro_matrix.text import counted
 # How this machine's ranks reach each other: needed on some machines, and results are compared
 # across machines.
 TRANSPORT = ("NCCL_", "GLOO_")
-MEASUREMENT = (
-    "scale",
-    "weights",
-    "steps",
-    "seed",
-    "nodes",
-)  # settings that change what is measured
+# settings that change what is measured
+MEASUREMENT = {"scale", "weights", "steps", "seed", "nodes"}
 REPRODUCING = "reproducing"  # of the axis stack: those on which the case is known to reproduce
 MAX_NAME = 150  # characters of a file name
 _PLAIN = re.compile(r"[\w./:-]+")  # a value that needs no quotes in an override
@@ -143,13 +138,9 @@ def _cells_of(
     if any(name not in case.flags for name in flags):
         return  # another case's flag was swept: this case has no such cell
     axes = []
-    for axis, listed, options in (
-        ("model", case.axes.model, catalogue.models),
-        ("strategy", case.axes.strategy, catalogue.strategies),
-    ):
-        names = getattr(selection, axis) and expand(
-            axis, getattr(selection, axis), options, selection.source
-        )
+    for axis in ("model", "strategy"):
+        listed, wanted = getattr(case.axes, axis), getattr(selection, axis)
+        names = wanted and expand(axis, wanted, catalogue.groups[axis], selection.source)
         narrows = case.slug not in selection.case or axis in selection.narrows
         if axis == "strategy" and not narrows:
             names = _supported(catalogue, case, names or [], selection)
@@ -217,18 +208,12 @@ def overrides_of(
 
     Results of such a run never replace the usual ones.
     """
-    usual = RunSettings()
-    names = [name for name in MEASUREMENT if getattr(settings, name) != getattr(usual, name)]
-    values = [getattr(settings, name) for name in names]
-    words = [f"{name}={value}" for name, value in zip(names, values)]
-    given = {
-        name: value
-        for name, value in sorted(settings.env.items())
-        if not name.startswith(TRANSPORT)
-    }
+    changed = settings.model_dump(include=MEASUREMENT, exclude_defaults=True)
+    words = [f"{name}={value}" for name, value in changed.items()]
     words += [
         f"env.{name}={value if _PLAIN.fullmatch(value) else json.dumps(value)}"
-        for name, value in given.items()
+        for name, value in sorted(settings.env.items())
+        if not name.startswith(TRANSPORT)
     ]
     for group, changes in sorted(patches.items()):
         words += [f"{group}.{'.'.join(keys)}={json.dumps(value)}" for keys, value in changes]

@@ -17,6 +17,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import AdhocCase, Case, Strategy, StrategyMemory
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
+from repro_matrix.grading.effect import replicas
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 from repro_matrix.text import counted
@@ -281,13 +282,11 @@ def _layout(
 ) -> Layout:
     ranks = variant.settings["world_size"]
     changed = case.variants[variant.variant].invariants or strategy.invariants
-    options = variant.settings["strategy"].get("options") or {}
-    replicas = [each.get(str(options.get(key)), 1) for key, each in strategy.replicas.items()]
     whole = (changed.parameters or strategy.invariants.parameters) not in ("shard", "part")
     return Layout(
         memory,
         ranks,
-        shards=1 if whole else max(ranks // max(replicas, default=1), 1),
+        shards=1 if whole else max(ranks // replicas(variant.settings["strategy"]), 1),
         place="cuda" if profile.accelerator == "cuda" else "cpu",
         copies=case.reference_models,
         trains=case.pass_criteria.kind not in ("inference", "generating"),

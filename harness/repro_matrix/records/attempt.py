@@ -29,12 +29,10 @@ InfraErrorKind = Literal[
     "missing_check",
     "unknown",
 ]
-STARTING = frozenset(
-    {"start", "init_process_group"}
-)  # phases of a rank (repros/repro_kit/run.py) before its body
-FailureKind = Literal[
-    "exception", "signal", "exit", "left"
-]  # left: exit code 0, without the done marker
+# phases of a rank (repros/repro_kit/run.py) before its body
+STARTING = frozenset({"start", "init_process_group"})
+# left: exit code 0, without the done marker
+FailureKind = Literal["exception", "signal", "exit", "left"]
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -169,9 +167,8 @@ class Record(TypedDict):
     started: NotRequired[float]
     ended: NotRequired[float | None]
     phase: str
-    device: NotRequired[
-        str
-    ]  # the GPU on which it began its body: torch's name, and NVML's (null: unknown)
+    # the GPU on which it began its body: torch's name, and NVML's (null: unknown)
+    device: NotRequired[str]
     gpu_uuid: NotRequired[str | None]
     done: bool
     done_at: NotRequired[float | None]

@@ -110,9 +110,8 @@ class Probe(TypedDict):
     arch_list: list[str] | None
     nccl_version: str | int | None
     devices: list[ProbedDevice]
-    imports: NotRequired[
-        dict[str, str]
-    ]  # packages that do not import where a GPU is visible, and why
+    # packages that do not import where a GPU is visible, and why
+    imports: NotRequired[dict[str, str]]
 
 
 class Around(TypedDict):
@@ -146,7 +145,7 @@ class HardwareRecord(Around):
     probe: NotRequired[Probe]
 
 
-def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False) -> str:
+def hardware_kind(accelerator: str, capability: object, shares_gpu: bool) -> str:
     """Return the kind under which evidence is stored: "cpu", "sm_80", "sm_90-shared" ...
 
     A profile is a place: two of them may have the same GPUs, and one may have others next year.
@@ -291,9 +290,8 @@ def _validate(kind: Any, value: Any) -> None:
         adapter(kind).validate_python(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        errors.sort(
-            key=lambda item: item["type"] != "extra_forbidden"
-        )  # an unknown key explains missing ones
+        # an unknown key explains missing ones
+        errors.sort(key=lambda item: item["type"] != "extra_forbidden")
         more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
         raise ValueError(
             "; ".join(f"{key_path(e['loc'])}: {e['msg']}" for e in errors[:MAX_ERRORS]) + more

@@ -17,9 +17,8 @@ from typing_extensions import Self
 from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictName
 from repro_matrix.records.attempt import Count, FailureKind, InfraErrorKind
 
-NoEvidence = Literal[
-    "interrupted", "no_effect", "environment_changed"
-]  # only the grader finds these
+# only the grader finds these
+NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]
 # With releases that were not measured: as with the nearest measured ones on both sides, or on one
 # (a prediction), or as with one of several that disagree. With nothing comparable: a documented fix
 # that fails.
@@ -50,9 +49,8 @@ FAILING = frozenset(
     {"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"}
 )
 
-_stored = with_config(
-    ConfigDict(extra="forbid", strict=False)
-)  # a list for a tuple, a mapping for a nested type
+# a list for a tuple, a mapping for a nested type
+_stored = with_config(ConfigDict(extra="forbid", strict=False))
 
 
 class _Json:
@@ -170,16 +168,14 @@ class Verdict(_Json):
     unfixed_interval: Interval | None = None  # of unfixed_k / unfixed_n
     named_case: str | None = None  # the case of the catalogue whose failure occurred instead
     measured: bool = True  # False: no attempt was left to grade
-    failure_ids: tuple[
-        FailureId, ...
-    ] = ()  # this variant's failures; of SIGNATURE_MISMATCH the unfixed variant's
+    # this variant's failures; of SIGNATURE_MISMATCH the unfixed variant's
+    failure_ids: tuple[FailureId, ...] = ()
     infra_error: bool = False  # nothing was measured because what was launched is no evidence
     unseen: bool = False  # a failure that nothing stored expects and that does not reproduce here
     expected: Compared = "no_expectation"
     expectation: VerdictName | None = None  # the expected verdict, or the predicted one
-    nearest: tuple[
-        str, ...
-    ] = ()  # the releases that it was measured with, where they are not the variant's
+    # the releases that it was measured with, where they are not the variant's
+    nearest: tuple[str, ...] = ()
     beyond: bool = False  # these are not on both sides of the variant's
     failure_note: str = ""  # another failure than the expected one, or that none is written down
 

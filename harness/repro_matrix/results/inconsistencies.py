@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from repro_matrix.grading.expected import same_release
+from repro_matrix.grading.observation import record_error
 from repro_matrix.records.document import Document
 
 
@@ -17,15 +18,10 @@ def inconsistencies(document: Document, variant_name: str = "") -> Iterator[str]
     for name, variant in document["variants"].items():
         if variant_name not in ("", name):
             continue
-        settings = variant.get("settings") or {}
-        if (
-            settings.get("variant", name) != name
-            or settings.get("case", document["case"]) != document["case"]
-        ):
-            yield (
-                f"variant {name}: its settings are those of {settings['case']}, variant"
-                f" {settings['variant']}"
-            )
+        settings = variant["settings"]
+        case, own = settings.get("case", document["case"]), settings.get("variant", name)
+        if (case, own) != (document["case"], name):
+            yield f"variant {name}: its settings are those of {case}, variant {own}"
         for index, made in enumerate(variant["attempts"]):
             attempt, place = made["observation"]["attempt"], f"variant {name}, attempt {index}"
             if attempt["id"] in seen:
@@ -38,15 +34,11 @@ def inconsistencies(document: Document, variant_name: str = "") -> Iterator[str]
                     f" {variant.get('fingerprint')}"
                 )
             for rank in made["observation"]["ranks"]:
-                record, pid = rank["record"], rank.get("pid")
+                record = rank["record"]
                 if record is None:
                     continue
-                if record["rank"] != rank["rank"] or (
-                    pid is not None and record.get("pid") not in (None, pid)
-                ):
-                    yield (
-                        f"{place}: the record of rank {rank['rank']} was written by another process"
-                    )
+                if error := record_error(rank):
+                    yield f"{place}: rank {rank['rank']}: {error}"
                 for package, version in record["versions"].items():
                     if version != "unknown" and not same_release(
                         version, planned.get(package, version)

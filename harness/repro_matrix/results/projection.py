@@ -9,19 +9,14 @@ from typing import Any
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
-from repro_matrix.grading.expected import comparison
-from repro_matrix.grading.observation import (
-    NO_RECORD,
-    number,
-    parse_threads,
-    peak_bytes,
-    raised_first,
-)
+from repro_matrix.grading.checks import number
+from repro_matrix.grading.expected import Situation, comparison
+from repro_matrix.grading.observation import NO_RECORD, parse_threads, peak_bytes, raised_first
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.attempt import RankRecord
 from repro_matrix.records.document import Document, GradedAttempt, kind_of
-from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.rows import Row, adapter
+from repro_matrix.records.outcome import Outcome, adapter
+from repro_matrix.results.rows import Row
 
 # The settings that make two measurements comparable; not the device and its backend, because
 # results of a CPU and a GPU are compared.
@@ -60,11 +55,11 @@ def rows_of(
         {**cell, **_variant(document, name, cases.get(document["case"]))}
         for name in document["variants"]
     ]
-    return [with_catalog(adapter().validate_python(row), cases) for row in rows]
+    return [with_catalog(adapter(Row).validate_python(row), cases) for row in rows]
 
 
 def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]:
-    variant, first = document["variants"][name], next(iter(document["variants"].values()))
+    variant = document["variants"][name]
     graded: Mapping[str, Any] = document["verdicts"].get(name) or {}
     made = variant["attempts"]
     evidence = any(each["outcome"]["outcome"] not in verdict.NO_EVIDENCE for each in made)
@@ -76,7 +71,7 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "variant": name,
         "help": "",
         "role": "",
-        "first": variant is first,
+        "first": name == next(iter(document["variants"])),
         "own_stack": own_stack,
         "settings": {key: settings[key] for key in COMPARED if key in settings},
         "skipped": variant["skipped"],
@@ -121,15 +116,9 @@ def with_catalog(row: Row, cases: Mapping[str, Case]) -> Row:
         measured=row.measured,
         failure_ids=row.failures,
     )
-    found = comparison(
-        case,
-        row.params,
-        row.variant,
-        graded,
-        row.stack.versions,
-        row.hardware.kind,
-        row.hardware.capabilities,
-    )
+    machine = row.hardware
+    here = Situation(row.params, row.stack.versions, machine.kind, machine.capabilities)
+    found = comparison(case, row.variant, here, graded)
     names = {"expected": "state", "expectation": "expected_verdict", "failure_note": "note"}
     return replace(row, **{names.get(name, name): value for name, value in found.items()})
 
@@ -167,12 +156,12 @@ def _checks(ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
     for rank in ranks:
         record = rank["record"] or NO_RECORD
         for check in record["checks"]:
-            values = {
-                name: _shorten(check.get(name))
-                for name in ("name", "actual", "expected", "tolerance")
+            names = ("name", "actual", "expected", "tolerance")
+            entry = {
+                **{name: _shorten(check.get(name)) for name in names},
+                "state": checks.evaluate(check, number(record.get("done_at"))).state,
+                "subject": str(check.get("subject") or "")[:200],
             }
-            values["state"] = checks.evaluate(check, number(record.get("done_at"))).state
-            entry = {**values, "subject": str(check.get("subject") or "")[:200]}
             found.setdefault(repr(entry), {**entry, "ranks": []})["ranks"].append(rank["rank"])
     return sorted(found.values(), key=lambda entry: bool(entry["state"] == "passed"))[:24]
 
@@ -188,20 +177,21 @@ def _errors(made: GradedAttempt) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     first = made["outcome"]["primary"]["rank"] if made["outcome"]["primary"] else None
     for rank in sorted(made["observation"]["ranks"], key=lambda rank: rank["rank"] != first):
-        raised, ended = raised_first(rank["record"] or NO_RECORD), _ended(rank)
+        ended = _ended(rank)
+        raised: Mapping[str, Any] = raised_first(rank["record"] or NO_RECORD) or {}
         if not raised and ended == "finished":
             continue
         frames = [
             f"{'.'.join(filter(None, (frame['module'], frame['function'])))}:{frame['line']} "
             f" {frame.get('code') or ''}"
-            for frame in (raised["frames"][-6:] if raised else ())
+            for frame in raised.get("frames", ())[-6:]
         ]
-        error = (
-            {"type": raised["type"], "message": raised["message"][:600]}
-            if raised
-            else {"type": "", "message": ""}
-        )
-        entry = {"ended": ended, **error, "frames": [frame.strip()[:300] for frame in frames]}
+        entry = {
+            "ended": ended,
+            "type": raised.get("type", ""),
+            "message": raised.get("message", "")[:600],
+            "frames": [frame.strip()[:300] for frame in frames],
+        }
         log = rank["log_tail"][-800:]
         found.setdefault(repr(entry), {**entry, "ranks": [], "log": log})["ranks"].append(
             rank["rank"]
@@ -235,11 +225,8 @@ def error_at(attempts: Iterable[GradedAttempt]) -> str | None:
         primary = attempt["outcome"]["primary"]
         for rank in attempt["observation"]["ranks"] if primary else ():
             raised = raised_first(rank["record"] or NO_RECORD)
-            if primary and rank["rank"] == primary["rank"] and raised and raised["frames"]:
+            if rank["rank"] == primary["rank"] and raised and raised["frames"]:
                 frame = raised["frames"][-1]
-                return (
-                    f"{frame['file']}:{frame['line']}"
-                    if frame["line"] is not None
-                    else frame["file"]
-                )
+                line = "" if frame["line"] is None else f":{frame['line']}"
+                return frame["file"] + line
     return None

@@ -7,17 +7,12 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal
-
-from pydantic import TypeAdapter
 
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
 from repro_matrix.grading import verdict
+from repro_matrix.grading.checks import number
 from repro_matrix.grading.expected import as_expected
-from repro_matrix.grading.observation import (
-    number,
-)
 from repro_matrix.records.outcome import FailureId
 
 
@@ -224,9 +219,7 @@ class VariantAttempts:
     def outcome(self) -> str:
         """``skipped``, ``reproduced``, or ``reproduced 2/3, passed 1/3`` if attempts disagree."""
         counts = self.counts
-        if len(counts) <= 1:
-            return next(iter(counts), "skipped")
-        return ", ".join(f"{name} {k}/{len(self.attempts)}" for name, k in counts.most_common())
+        return verdict.shares(counts) if len(counts) > 1 else next(iter(counts), "skipped")
 
     @property
     def wall_s(self) -> float | None:
@@ -313,12 +306,3 @@ class Row(Judgement, VariantAttempts, VariantInfo, RowOrigin, CellPlace):
         """The arguments that measure this variant again."""
         stack = () if self.stack.name == "current" else (f"stack={self.stack.name}",)
         return ("repro", "run", self.case, *self.axes, *stack, f"variants={self.variant}")
-
-
-@lru_cache(maxsize=1)
-def adapter() -> TypeAdapter[Row]:
-    """Return what reads and writes rows; it raises ValueError naming the wrong keys."""
-    return TypeAdapter(Row)
-
-
-# From a graded document to rows

@@ -27,9 +27,10 @@ from filelock import Timeout
 from repro_matrix.config import project
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
-from repro_matrix.paths import file_lock, file_state, has_locks, write_text
+from repro_matrix.paths import file_lock, file_state, has_locks, read_json, write_text
 from repro_matrix.records.document import Document
-from repro_matrix.results.rows import Row, adapter
+from repro_matrix.records.outcome import adapter
+from repro_matrix.results.rows import Row
 from repro_matrix.results.store import (
     ENDED,
     LATEST,
@@ -128,20 +129,10 @@ def runs_before(folder: Path) -> list[Run]:
 def read_run(folder: Path) -> Run | None:
     """Return the run whose folder it is, or None."""
     try:
-        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        left = tuple(map(str, data["left"])) if "left" in data else None
-        made = str(data.get("project", "")), float(data.get("written", 0.0)), data.get("exit_code")
-        return Run(
-            folder,
-            tuple(map(str, data["texts"])),
-            str(data["state"]),
-            left,
-            tuple(map(str, data.get("planned", ()))),
-            data.get("stacks", {}),
-            *made,
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        run: Run = adapter(Run).validate_python({"folder": folder, **read_json(folder / MANIFEST)})
+    except (TypeError, ValueError):  # missing or damaged
         return None
+    return run
 
 
 def create_run(root: Path, texts: Sequence[str]) -> Path:
@@ -167,9 +158,8 @@ def store_exit_code(folder: Path, code: int) -> None:
     """Add the exit code to a run's manifest: later runs are compared with passing ones."""
     with contextlib.suppress(OSError, ValueError):
         path = folder / MANIFEST
-        write_text(
-            path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"exit_code": code})
-        )
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        write_text(path, json.dumps({**manifest, "exit_code": code}))
 
 
 def note(
@@ -191,9 +181,11 @@ def note(
         "state": state,
         "stacks": stacks or {},
         "planned": list(planned),
+        "project": str(project.current().folder),
+        "written": time.time(),
     }
-    data |= {"project": str(project.current().folder), "written": time.time()}
-    data |= {} if left is None else {"left": list(left)}
+    if left is not None:
+        data["left"] = list(left)
     write_text(folder / MANIFEST, json.dumps(data) + "\n")
 
 
@@ -261,8 +253,8 @@ def _published_rows(folder: Path, states: tuple[tuple[int, ...], ...]) -> list[R
     return _stored_rows(folder)
 
 
-def _stored_rows(folder: Path) -> list[Row]:
-    return list(chain.from_iterable(stored_rows(folder, []).values()))
+def _stored_rows(folder: Path, wanted: Callable[[bytes], bool] | None = None) -> list[Row]:
+    return list(chain.from_iterable(stored_rows(folder, [], wanted).values()))
 
 
 def rows_of_stacks(
@@ -308,7 +300,7 @@ def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool], notes: list[
     found: list[Row] = []
     for folder in dict.fromkeys(map(Path.resolve, folders)):
         if folder in published:
-            found += chain.from_iterable(stored_rows(folder, [], wanted).values())
+            found += _stored_rows(folder, wanted)
         elif folder.is_dir():
             found += current_rows(folder, notes, wanted)
     return found
@@ -328,7 +320,7 @@ def current_rows(
     return [
         row
         for row in load_rows(folder, notes=notes)
-        if wanted is None or wanted(adapter().dump_json(row))
+        if wanted is None or wanted(adapter(Row).dump_json(row))
     ]
 
 

@@ -30,7 +30,7 @@ from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
 from repro_matrix.git import git_state
-from repro_matrix.paths import ROOT, cache_dir, file_lock, write_bytes, write_text
+from repro_matrix.paths import ROOT, cache_dir, file_lock, file_state, write_bytes, write_text
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
@@ -270,12 +270,11 @@ def read_document_lines(path: str) -> tuple[bytes, ...]:
 
     Raises OSError, and ValueError for one that is truncated or damaged.
     """
-    info = os.stat(path)
-    return _read_lines(path, info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino)
+    return _read_lines(path, file_state(Path(path)))
 
 
 @lru_cache(maxsize=4)
-def _read_lines(path: str, *state: int) -> tuple[bytes, ...]:
+def _read_lines(path: str, state: tuple[int, ...]) -> tuple[bytes, ...]:
     content = Path(path).read_bytes()
     try:
         size = zstandard.frame_content_size(content)
@@ -336,9 +335,8 @@ def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
         path.unlink(missing_ok=True)
 
 
-_CHECKOUT = re.compile(
-    r"(/[^\s\"':]+)/harness/repro_matrix/launch/worker/"
-)  # the ranks were started from it
+# the ranks were started from it
+_CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/repro_matrix/launch/worker/")
 _LOCAL = (
     (r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?", "/attempt"),
     (r"\bPATH=[^\s\"']+ ", ""),  # of a torchrun line
@@ -408,22 +406,19 @@ def _job() -> dict[str, dict[str, str]]:
     return {"job": job | {key: env[name] for key, name in names if name in env}}
 
 
-def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:
+def code_hashes(catalogue: Catalogue, slugs: Iterable[str]) -> dict[str, str]:
     """Return case -> hash of what its ranks execute: script, kit and remote-code models.
 
     Raises OSError.
     """
+    hashes = {}
     shared = hashlib.sha256()
     for path in sorted(each for folder in shared_code(catalogue) for each in folder.rglob("*.py")):
         shared.update(path.read_bytes())
-    return {
-        slug: (
-            hashlib.sha256(
-                shared.hexdigest().encode() + catalogue.script(catalogue.cases[slug]).read_bytes()
-            ).hexdigest()[:16]
-        )
-        for slug in (catalogue.cases if slugs is None else slugs)
-    }
+    for slug in slugs:
+        script = catalogue.script(catalogue.cases[slug]).read_bytes()
+        hashes[slug] = hashlib.sha256(shared.hexdigest().encode() + script).hexdigest()[:16]
+    return hashes
 
 
 def shared_code(catalogue: Catalogue) -> list[Path]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import zstandard
 
@@ -28,9 +28,10 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.document import Document, DocumentPath
+from repro_matrix.records.outcome import adapter
 from repro_matrix.results.inconsistencies import inconsistencies
 from repro_matrix.results.projection import rows_of, with_catalog
-from repro_matrix.results.rows import Row, adapter
+from repro_matrix.results.rows import Row
 from repro_matrix.results.store import (
     ENDED,
     MANIFEST,
@@ -74,9 +75,10 @@ def load_rows(
             ]
         for path in evidence:
             rows = stored.get(path, [])
-            now = (state, keys.get(rows[0].case, ""), len(rows)) if rows else ()
             fresh = all(
-                (row.evidence_state, row.graded_by, row.variant_count) == now for row in rows
+                (row.evidence_state, row.graded_by, row.variant_count)
+                == (state, keys.get(row.case, ""), len(rows))
+                for row in rows
             )
             cells[path] = rows if fresh else []
     results = Store(folder)
@@ -151,24 +153,22 @@ def stored_rows(
     for path in summaries(folder):
         try:
             with open(path, "rb") as file:
-                stream = (
-                    zstandard.ZstdDecompressor().stream_reader(file)
-                    if path.suffix == ".zst"
-                    else file
-                )
+                stream: Any = file
+                if path.suffix == ".zst":
+                    stream = zstandard.ZstdDecompressor().stream_reader(file)
                 # Line by line: most of 25 MB may not be wanted.
-                for line in filter(wanted, io.BufferedReader(cast(Any, stream), 1 << 20)):
+                for line in filter(wanted, io.BufferedReader(stream, 1 << 20)):
                     text, _, digest = line.rpartition(DIGEST)
                     if digest.rstrip() != _hash(text)[:8].encode() + b'"}':
                         note = f"{path}: holds edited rows. They are computed from their evidence."
-                        notes += [note] if text and note not in notes else []
+                        if text and note not in notes:
+                            notes.append(note)
                         continue
                     with suppress(ValueError):
-                        row = adapter().validate_json(line)
-                        found[row.evidence] = [
-                            *([] if row.first else found.get(row.evidence, [])),
-                            row,
-                        ]
+                        row = adapter(Row).validate_json(line)
+                        if row.first:  # a later result of the cell
+                            found[row.evidence] = []
+                        found.setdefault(row.evidence, []).append(row)
         except FileNotFoundError:
             continue
         except (OSError, zstandard.ZstdError) as error:
@@ -191,7 +191,7 @@ def write_rows(folder: Path, rows: Iterable[Row], name: str = SUMMARY) -> None:
 
 def _line(row: Row) -> bytes:
     """Return a row's line, with a digest of what stands before it."""
-    text = adapter().dump_json(row)[:-1]
+    text = adapter(Row).dump_json(row)[:-1]
     return text + DIGEST + _hash(text)[:8].encode() + b'"}\n'
 
 

@@ -444,12 +444,7 @@ class Engine:
     def _settle(self, cell: _Cell) -> None:
         """Grade a cell whose attempts have all ended, and store it."""
         document = cell.document
-        older = [
-            past
-            for past in self._past.get(document["cell_id"], ())
-            if past["hardware"]["accelerator"] == document["hardware"]["accelerator"]
-            and past["stack"]["versions"] != document["stack"]["versions"]
-        ]
+        older = self._past.get(document["cell_id"], ())
         document["hardware"]["capabilities"] = recorded_capabilities(document)
         document["verdicts"] = verdicts_of(document, cell.case, older)
         document["verdicts"] = with_expectations(document, cell.case)["verdicts"]

@@ -23,7 +23,7 @@ from repro_matrix.config.executors import SlurmExecutor
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ExitCode, ReproError
-from repro_matrix.grading.regrade import outcomes_of, with_outcomes
+from repro_matrix.grading.regrade import with_outcomes
 from repro_matrix.records.document import Document
 from repro_matrix.results import runs
 from repro_matrix.results.store import JOBS, MANIFEST, Store, code_hashes, stack_label
@@ -118,8 +118,7 @@ class ProbeJobs:
         made: Any = document.pop("path")
         path = self.results / Path(made).relative_to(part.folder)
         cases = probe.request.catalogue.cases
-        outcomes = outcomes_of(document, cases[document["case"]], cases)
-        document = with_outcomes(document, outcomes)
+        document = with_outcomes(document, cases[document["case"]], cases)
         Store(self.results).save(path, document)
         return document, path, probe.key in self.fresh
 

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from repro_matrix.config.settings import building
+from repro_matrix.config.settings import inherited
 from repro_matrix.environment.stacks.spec import Stack
 from repro_matrix.paths import file_lock
 
@@ -85,7 +85,7 @@ def _done(stack: Stack) -> Path:
 
 def no_compiler(stack: Stack) -> str | None:
     """Return that there is no C++ compiler for the op, as far as that is known without trying."""
-    env = building()
+    env = inherited("build")
     compiler = env.get("CXX") or "c++"
     if op_compiled(stack) or shutil.which(
         shlex.split(compiler)[0], path=stack.environment(env)["PATH"]
@@ -105,7 +105,7 @@ def compile_op(stack: Stack) -> str | None:
         if op_compiled(stack):
             return None
         remove_stale_locks(folder)  # of a compile that was killed
-        env = {"MAX_JOBS": "2", **building()}
+        env = {"MAX_JOBS": "2", **inherited("build")}
         env |= {
             **stack.environment(env),
             "DS_ACCELERATOR": "cpu",
