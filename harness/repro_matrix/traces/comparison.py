@@ -134,7 +134,8 @@ def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
                 )
                 reason += f" in the {stage} of {unlike[0].name}"
         if reason:
-            reason = f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets)."
+            reason = f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets)"
+            reason += ", and let no run read files that an earlier one wrote."
             step = pair.good.number
             return Location("inconclusive", stage="random draws", step=step, reason=reason)
     return None
