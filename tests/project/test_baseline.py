@@ -174,9 +174,11 @@ def test_regrade_of_the_baseline_finds_no_difference(
 def test_baseline_agrees_with_its_expectations(judged: list[Any]) -> None:
     for document in judged:
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
-        at = (document["stack"]["versions"], hardware["profile"], hardware.get("capabilities", {}))
+        facts = hardware.get("capabilities", {})
+        versions, profile = document["stack"]["versions"], hardware["profile"]
+        here = expect.Situation(document["params"], versions, profile, facts)
         for variant, stored in document["verdicts"].items():
-            wanted = expect.expected(case, document["params"], variant, *at)
+            wanted = expect.expected(case, variant, here)
             found = verdict.Verdict(
                 **{
                     **stored,

@@ -94,8 +94,8 @@ def test_interrupted_run_keeps_results_and_resumes(tmp_path: Path) -> None:
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=600)
     kept = attempts(tmp_path)
-    if first.returncode == 130:
-        assert f"{int(kept == 3)} of 1 cell complete" in out, out + err
+    if first.returncode == 130 and kept < 3:  # else it was on its way to the answer
+        assert "0 of 1 cell complete" in out, out + err
     # It had just finished, or was on its way out, where Python's own handler ends it: then nothing
     # may be missing.
     assert first.returncode == 130 or (first.returncode in (0, -signal.SIGINT) and kept == 3), err
