@@ -27,9 +27,11 @@ def planted(out: Path, plants: list[str], healthy: int = 0) -> Any:
 @pytest.mark.parametrize(
     ("plants", "healthy"),
     [
-        (["ddp.unreduced", "fsdp2.own-norm"], 1),
+        (["fsdp2.own-norm"], 1),
         pytest.param(
-            ["ddp.norm-eps", "fsdp2.rank-gradient", "ddp.reset-state"], 2, marks=pytest.mark.slow
+            ["ddp.unreduced", "ddp.norm-eps", "fsdp2.rank-gradient", "ddp.reset-state"],
+            2,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["gate", "more"],
