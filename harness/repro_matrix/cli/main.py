@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()  # report a failed write here instead of at Python's exit
         return code
-    except Exception as error:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
+    except Exception as error:  # noqa: BLE001 - else Python's exit code is 1, a result here
         code = _failed(error)
         # `git bisect run` reads smaller codes as "bad" and stops from 128 on.
         return code + 128 if "--bisect-exit" in arguments and code < 128 else code
