@@ -383,6 +383,7 @@ def test_claim_row_to_json_has_settings_and_ranks() -> None:
         row(FIXED, cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"}))
     )
     assert (data["status"], data["brief"], data["id"]) == ("supported", "2 measurements", "c1")
+    assert data["evidence"][0]["document"] == "some-case", "its cell, where it is stored nowhere"
     assert {e["setting"] for e in data["evidence"]} == {
         "tiny random weights",
         "call=root tiny random weights",

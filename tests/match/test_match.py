@@ -683,6 +683,14 @@ def test_match_of_an_error_after_the_last_restart_of_torchrun_is_a_failure() -> 
         assert answer(["step 1 loss 2.0", *error, restart, *lines]).exit_code == code
 
 
+def test_match_of_a_timeout_that_training_survived_and_another_error(match: Match) -> None:
+    refused = "[rank1]: RuntimeError: DDP expects same model across all ranks, but Rank 1 has 2"
+    lines = [WATCHDOG, *STEPS, f"{refused} params, while rank 0 has inconsistent 4 params."]
+    code, out, _ = match(lines)
+    assert "collective timeout" in out
+    assert match(lines, "--json")[0] == code == 1
+
+
 def test_match_of_a_timeout_before_and_after_a_restart_counts_the_last_one() -> None:
     assert answer([WATCHDOG, *STEPS]).exit_code == 3 and answer([WATCHDOG, *STEPS]).recovered
     later = WATCHDOG.replace("SeqNum=5", "SeqNum=9")

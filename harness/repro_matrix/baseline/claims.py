@@ -33,11 +33,13 @@ MAX_REASONS = 3  # that are shown
 class ClaimEvidence:
     """The evidence of one stored cell for or against a prediction."""
 
+    document: str  # where it is stored
     case: str
     variant: str
     model: str
     strategy: str
     ranks: str
+    stack: str
     hardware: str
     setting: str  # flags, scale, weights and whether it is simulated
     predicted: str
@@ -198,12 +200,16 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
     setting += [row.scale, f"{row.weights} weights"]
     if row.simulated:
         setting.append("simulated")
+    versions = row.stack.versions
+    known = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
     return ClaimEvidence(
+        document=row.evidence or row.cell_id,
         case=row.case,
         variant=prediction.variant,
         model=row.model,
         strategy=row.strategy,
         ranks=counted(row.ranks, "rank"),
+        stack=f"{row.stack.name} ({', '.join(known)})" if known else row.stack.name,
         hardware=row.hardware.profile,
         setting=" ".join(setting),
         predicted=_predicted(prediction),
@@ -211,7 +217,7 @@ def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Clai
         holds=holds,
         simulated=bool(row.simulated),
         when=prediction.condition,
-        versions=row.stack.versions,
+        versions=versions,
     )
 
 

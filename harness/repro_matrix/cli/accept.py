@@ -16,7 +16,7 @@ from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.report.terminal import UNLIMITED, by_reason, print_notes, print_table
+from repro_matrix.report.terminal import by_reason, columns, print_notes, print_table
 from repro_matrix.results import runs
 from repro_matrix.text import counted
 
@@ -41,7 +41,7 @@ SHOWN = 20  # reasons
 @click.option(
     "--allow",
     multiple=True,
-    type=click.Choice(SUSPICIOUS),
+    type=options.Choice(SUSPICIOUS),
     help="also publish verdicts that may be an error of the case (may be given for each)",
 )
 def main(args: options.Arguments) -> int:
@@ -78,7 +78,7 @@ def main(args: options.Arguments) -> int:
     if found.refused:
         reasons = ((each.reason, f"{each.cell} {each.variant}".strip()) for each in found.refused)
         head = f"{named or sources[0]}: cannot be published:"
-        raise ResultsError("\n".join([head, *by_reason(reasons, UNLIMITED, SHOWN)]))
+        raise ResultsError("\n".join([head, *by_reason(reasons, columns(), SHOWN)]))
     if not args.dry_run:
         publish(found, known)
         print(f"written to {own.baseline} and {own.expected}. Review and commit them.")

@@ -197,7 +197,8 @@ def _failed(error: Exception) -> int:
         traceback.print_exc()
         python = f"Python {sys.version.split()[0]}"
         path = os.environ.get("PYTHONPATH")
-        hint = f". A module of PYTHONPATH={path} may be in its way" if path else ""
+        shadowed = path and isinstance(error, (ImportError, AttributeError))
+        hint = f". A module of PYTHONPATH={path} may be in its way" if shadowed else ""
         print(
             f"repro: this is a defect of repro-matrix, not a result; {python}{hint}",
             file=sys.stderr,

@@ -47,6 +47,15 @@ class Option(click.Option):
         self.section = section
 
 
+class Choice(click.Choice[str]):
+    """Suggest the nearest choice in the error about an invalid one."""
+
+    def convert(self, value: str, param: Any, ctx: Any) -> str:
+        if value not in self.choices:
+            self.fail(f"{value!r} is not valid{nearest(value, self.choices)}", param, ctx)
+        return value
+
+
 class ReproCommand(click.Command):
     """Call a function with the arguments of a command as one object.
 
@@ -188,7 +197,7 @@ _script = together(
         "--check",
         "checks",
         multiple=True,
-        type=click.Choice(("replicas", "finite", "data")),
+        type=Choice(("replicas", "finite", "data")),
         help="when the script ends: parameters are equal on all ranks (replicas), parameters and"
         " gradients are finite, samples are disjoint and complete (data); may be repeated",
     ),

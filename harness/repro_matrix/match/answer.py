@@ -248,7 +248,9 @@ def _summary(each: LogFailure | Finding, with_place: bool = False) -> str:
     if isinstance(each, LogFailure):
         return f"{each.error.type or 'a traceback'} (line {each.line})"
     place = f"{_place(each)}, " if with_place else ""
-    return f"{rules()[each.kind].title.partition(';')[0]} ({place}line {each.line})"
+    # The time-out of a collective has no rule.
+    title = rules()[each.kind].title if each.kind in rules() else each.kind.replace("-", " ")
+    return f"{title.partition(';')[0]} ({place}line {each.line})"
 
 
 def _place(finding: Finding) -> str:

@@ -323,7 +323,8 @@ def run_command(spec: dict[str, Any], answer_file: Path) -> None:
     announced = False
     while process.poll() is None:
         time.sleep(POLL_S)
-        if not announced and len(list(records.glob("claim-*"))) >= spec["world_size"]:
+        claims = [each for each in records.glob("claim-*") if each.stat().st_size]
+        if not announced and len(claims) >= spec["world_size"]:
             announced = True
             write(answer_file, {**answer, "ranks": recorded_ranks(records, None)})
     answer["ranks"] = recorded_ranks(records, process.returncode if spec["plain"] else None)
