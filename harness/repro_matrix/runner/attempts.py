@@ -158,11 +158,12 @@ def recipe(
 def imports_of(catalogue: Catalogue, case: Case, plan: VariantPlan) -> tuple[str, ...]:
     """Return what the case's script imports, and what its variant's strategy brings (deepspeed)."""
     strategy = catalogue.strategies[plan.settings["strategy"]["slug"]]
-    brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
+    brought = {Requirement(text).name for text in strategy.requires}
     needed = dict.fromkeys([*case.launch.imports, *sorted(brought)])
+    anyway = {"torch"}
     if "accelerate" in needed:  # its server imports them, too: one server for all
-        needed = {name: None for name in needed if name not in ("deepspeed", "peft")}
-    return tuple(needed)
+        anyway |= {"deepspeed", "peft"}
+    return tuple(name for name in needed if name not in anyway)
 
 
 def variant_of(plan: CellPlan, name: str) -> VariantPlan:

@@ -22,6 +22,7 @@ import builtins
 import contextlib
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -43,6 +44,7 @@ import preload  # noqa: E402
 # No rank's import may find the files beside this one.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 
+BUSY = 8  # a server with so many attempts may have many more
 PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
 
 
@@ -58,7 +60,9 @@ def serve(requests: socket.socket) -> None:
     # Supervisors, and orphans of killed ones, leave no zombies. Ranks have the handler that an
     # import installed.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while True:
+    for served in itertools.count():
+        if served == BUSY:
+            preload.use_huge_pages()
         data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
         if not data:
             return

@@ -50,7 +50,15 @@ LAZY = {
     ],
     # Slow imports of deepspeed.initialize; the first compiles at import, which loads all of
     # inductor (2 CPU s).
-    "deepspeed": ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"],
+    "deepspeed": [
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "torch.utils.cpp_extension",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.ops.op_builder.all_ops",
+        "distutils.ccompiler",
+    ],
+    # Dynamo imports it with the first function that it traces.
+    "torch._inductor.compile_fx": ["torch.distributed.tensor.experimental"],
 }
 # Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what
 # transformers costs. Accelerator.prepare and Trainer import deepspeed wherever it is installed.
@@ -111,6 +119,24 @@ def build_conversions() -> None:
     with contextlib.suppress(Exception):  # not before transformers 5
         conversions = importlib.import_module("transformers.conversion_mapping")
         conversions.get_checkpoint_conversion_mapping("")
+
+
+HUGE_PAGE, MADV_COLLAPSE = 2 << 20, 25  # bytes; <linux/mman.h>
+
+
+def use_huge_pages() -> None:
+    """Move this process's memory into huge pages, so that a fork copies a small page table.
+
+    For 350 MB that takes 0.8 s once, and saves 15 ms of CPU in each fork. Before Linux 6.1, nothing
+    changes.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, mode, _, _, inode, *_ = line.split()
+        start, end = (int(address, 16) // HUGE_PAGE for address in addresses.split("-"))
+        if mode == "rw-p" and inode == "0" and end > start + 1:
+            madvise((start + 1) * HUGE_PAGE, (end - start - 1) * HUGE_PAGE, MADV_COLLAPSE)
 
 
 class Importing:
