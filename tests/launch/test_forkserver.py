@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,12 @@ from launching import (
     wait_for,
 )
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
-from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of
+from repro_matrix.launch.forkserver import (
+    WORKER,
+    ForkserverLauncher,
+    server_environment,
+    spec_of,
+)
 from repro_matrix.paths import ROOT
 from repro_matrix.runner.adhoc_case import Script, command_of_script
 from repro_matrix.runner.script_failure import ScriptFailure
@@ -350,6 +357,33 @@ def test_attempts_leave_the_server_unchanged_and_read_the_script_again(
         assert result["infra_error"] is None and ends(result) == [(0, None, "self")] * 2
         assert "retried" not in result["attempt"] and result["attempt"]["leaked_processes"] == []
     assert count() == before
+
+
+HUGE_PAGES = """\
+import os, re, sys
+sys.path.insert(0, sys.argv[1])
+import preload
+kept = [str(number) for number in range(1_000_000)]
+preload.use_huge_pages()
+moved = int(re.search(r"AnonHugePages: *(\\d+)", open("/proc/self/smaps_rollup").read())[1])
+pid = os.fork()
+if pid == 0:
+    os._exit(kept != [str(number) for number in range(1_000_000)])
+print(moved, os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (6, 1)
+    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this kernel cannot collapse memory into huge pages",
+)
+def test_memory_of_a_busy_server_moves_into_huge_pages() -> None:
+    command = [sys.executable, "-c", HUGE_PAGES, str(WORKER.parent)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    moved_kb, status = map(int, ended.stdout.split())
+    assert moved_kb > 30_000
+    assert status == 0, "a forked process has the same objects"
 
 
 def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path) -> None:

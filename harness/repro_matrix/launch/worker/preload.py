@@ -53,8 +53,7 @@ LAZY = {
     "deepspeed": [
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "torch.utils.cpp_extension",
-        "deepspeed.module_inject.auto_ep_layer",
-        "deepspeed.ops.op_builder.all_ops",
+        "deepspeed.module_inject.auto_ep_config",
         "distutils.ccompiler",
     ],
     # Dynamo imports it with the first function that it traces.
