@@ -100,8 +100,10 @@ def run_git(root: Path, *args: str) -> str | None:
         if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")
     }
     env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    # A container often runs as another user than the owner of the files. Their code runs anyway.
+    settings = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false")
     # Without quotes around names that are not ASCII.
-    command = ["git", "-c", "core.quotePath=false", "-C", str(root), *args]
+    command = ["git", *settings, "-c", "core.quotePath=false", "-C", str(root), *args]
     try:
         done = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=env

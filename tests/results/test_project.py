@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -127,6 +128,21 @@ def test_catalogue_reads_project_expectations_and_refuses_duplicates(team: Path)
 def git(folder: Path, *words: str) -> None:
     words = ("-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words)
     subprocess.run(["git", *words], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_commit_of_a_repository_of_another_user_is_recorded(team: Path) -> None:
+    git(team, "init", "-q")
+    git(team, "add", "-A")
+    git(team, "commit", "-qm", "one")
+    for path in (team, *team.rglob("*")):
+        os.chown(path, 12345, 12345, follow_symlinks=False)
+    head = subprocess.run(["git", "-C", team, "rev-parse", "HEAD"], check=False)
+    assert head.returncode == 128, "git itself refuses"
+    commit, changed = git_module._commit_state(team, [team / "failures"])
+    assert commit and not changed
+    (team / "failures/scripts/odd_batch.py").write_text("pass\n")
+    assert git_module._commit_state(team, [team / "failures"]) == (commit, True)
 
 
 def test_git_state_of_a_failing_git_is_not_clean(

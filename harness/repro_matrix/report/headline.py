@@ -365,7 +365,7 @@ class Headline(ResultCounts):
         failed = sum(row.verdict != "PASSED" for row in controls)
         if controls:
             passed = len(controls) - failed
-            verb = "passes" if passed == 1 else "pass"
+            verb = "passes" if 1 in (passed, len(controls)) else "pass"
             text = (
                 f"{passed} of {counted(len(controls), 'cell')} {verb}: training equals a single"
                 " process."
