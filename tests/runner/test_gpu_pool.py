@@ -37,16 +37,20 @@ def sleeper() -> Iterator[Any]:
     """Starts processes of a run; ends them after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
 
     def start(run_id: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(command, env={**os.environ, RUN_TOKEN: run_id}))
-        return started[-1]
+        env = {**os.environ, RUN_TOKEN: run_id}
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout
+        process.stdout.readline()  # during its exec, a process has no environment yet
+        return process
 
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def gpu_state(
