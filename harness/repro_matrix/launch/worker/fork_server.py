@@ -62,7 +62,8 @@ def serve(requests: socket.socket) -> None:
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for served in itertools.count():
         if served == BUSY:
-            preload.use_huge_pages()
+            with contextlib.suppress(OSError):  # a sandbox may hide the map of this process
+                preload.use_huge_pages()
         data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
         if not data:
             return
