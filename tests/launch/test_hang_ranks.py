@@ -112,8 +112,8 @@ def test_slow_ranks_are_not_ended_early(tmp_path: Path, warm: ForkserverLauncher
 def test_deadline_separates_slow_from_hanging_ranks(
     tmp_path: Path, warm: ForkserverLauncher
 ) -> None:
-    long = {"deadline": 2, "seconds": FOREVER}
-    seen = observed(warm, tmp_path, computes=long, leaves={"deadline": 2}, sleeps=long)
+    long = {"deadline": 4, "seconds": FOREVER}
+    seen = observed(warm, tmp_path, computes=long, leaves={"deadline": 4}, sleeps=long)
     slow = seen["computes"]
     assert slow["infra_error"]["kind"] == "timeout_while_progressing"
     assert "rank 0 (phase body)" in slow["infra_error"]["message"]
